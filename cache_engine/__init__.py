@@ -1,0 +1,1 @@
+"""One HBM pool and the caches that share it."""

@@ -1,0 +1,1 @@
+"""Where the cache operations run: cpu (NumPy and numba)."""

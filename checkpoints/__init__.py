@@ -1,0 +1,1 @@
+"""Bundles that ship with helm-rl, each with a model card."""

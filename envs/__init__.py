@@ -1,0 +1,1 @@
+"""Gymnasium environments and the serving model behind them."""

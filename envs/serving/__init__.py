@@ -1,0 +1,1 @@
+"""The serving model: latency, one node."""

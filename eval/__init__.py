@@ -1,0 +1,1 @@
+"""Harnesses that measure P99 and the gap to the optimal ratio."""

@@ -1,0 +1,3 @@
+"""The agent and what it ships with: workloads, profiles, control, bundles, the command line."""
+
+__version__ = "0.1.0"

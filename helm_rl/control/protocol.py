@@ -1,0 +1,32 @@
+"""The protocol that every controller follows: HELM, its layers, its peers, a user's own."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from helm_rl.metrics import WindowStats
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class Controller(Protocol):
+    """Moves alpha, the embedding cache's share of the pool."""
+
+    def reset(self, seed: int) -> None:
+        """Forget all history; called before every run."""
+        ...
+
+    def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
+        """Return the target alpha for an observation of schema v1, shape (17,), float32."""
+        ...
+
+    def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
+        """Look at one tick (min(10 ms, interval)); True asks for a decision at once."""
+        ...
+
+    def feedback(self, window: WindowStats) -> None:
+        """Take the measured window that followed the last decision; may be ignored."""
+        ...

@@ -1,0 +1,82 @@
+"""Files are written aside and renamed, so that a reader or a crash never meets half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from helm_rl.errors import UserError
+
+
+def refuse_existing(path: Path, overwrite: bool = False) -> None:
+    """Raise UserError if `path` exists and may not be replaced, or if its parent folder does not exist."""
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists already; name another output, or pass --overwrite to replace it")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder; rename it to `path` on success, delete it on any failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    aside = Path(name)
+    try:
+        yield aside
+        _sync(aside)
+        os.chmod(aside, 0o666 & ~_umask())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; on success it takes the place of `path`, on any failure it is deleted.
+
+    A folder that stood at `path` is moved aside first and removed last, so one whole version is always there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    old = aside.with_suffix(".old")
+    try:
+        yield aside
+        os.chmod(aside, 0o777 & ~_umask())
+        for file in aside.rglob("*"):
+            if file.is_file():
+                _sync(file)
+        if path.exists():
+            os.replace(path, old)
+        try:
+            os.replace(aside, path)
+        except BaseException:
+            if old.exists():
+                os.replace(old, path)
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8 in one step: the old content or the whole new one, never a part."""
+    with atomic_file(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

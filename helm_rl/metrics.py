@@ -1,0 +1,54 @@
+"""What is measured over a window of serving, and how latencies become the figures that are quoted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+SHED_FACTOR = 100.0
+"""A request that is shed or refused counts as this many times the SLO in every figure (DESIGN section 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStats:
+    """Counters of one window of serving: [start_ns, end_ns) of the trace's clock.
+
+    Latencies count in the window in which the request completes, arrivals in the window in which it arrives.
+    """
+
+    start_ns: int
+    end_ns: int
+    arrivals: int
+    returning: int  # arrivals whose user came within the last 60 s
+    completed: int  # includes shed
+    slow: int  # completed over the SLO, shed included
+    shed: int  # refused at admission, the queue being full
+    history_tokens: int  # asked
+    history_tokens_hit: int  # found in the KV cache
+    rows: float  # embedding rows asked
+    rows_hit: float
+    log_latency_sum: float  # sum over completed of ln(latency / SLO)
+    excess_sum: float  # sum over completed of clip(latency / SLO - 1, 0, 10)
+    latency_ms_sum: float
+    p99_ms: float  # decayed sketch of at least the last 1,000 requests; NaN before the first request completes
+    link_busy_ns: int
+    compute_busy_ns: int
+    queue: int  # requests waiting when the window closed
+    queue_bound: int
+    alpha: float  # EMB share as applied when the window closed
+    target: float  # EMB share asked for
+    backlog_pages: int  # pages still to move to reach the target
+    moved_pages: int  # ownership changes within the window
+    pages: int
+    emb_margin_ms: float  # ms saved per request by one more EMB page (ghost estimate)
+    kv_margin_ms: float  # the same for one more KV page
+
+
+def p99_ms(latency_ms: npt.NDArray[np.floating]) -> float:
+    """Return the 99th percentile by the nearest-rank method (an observed latency, never an interpolation); NaN if empty."""
+    if latency_ms.size == 0:
+        return float("nan")
+    rank = max(0, int(np.ceil(0.99 * latency_ms.size)) - 1)
+    return float(np.partition(latency_ms, rank)[rank])

@@ -1,0 +1,1 @@
+"""Traces: their format, readers, the generator."""

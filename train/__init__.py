@@ -1,0 +1,1 @@
+"""CleanRL-style training scripts."""

@@ -1,0 +1,236 @@
+"""The front door, `helm-rl COMMAND ...`: a table of commands, each imported only when it runs.
+
+Only the standard library is imported here, so that `helm-rl --help` answers at once. The table is the one place
+where `helm_rl` names folders above it; it names them as text.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from helm_rl.errors import UserError
+
+PROGRAM = "helm-rl"
+
+
+class Command(NamedTuple):
+    """One row of the table.
+
+    section: the heading under which `helm-rl --help` lists it; target: "module:function", where the function
+    takes one argument, a dataclass that tyro fills from the command line; summary: one line.
+    """
+
+    section: str
+    target: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "trace generate": Command(
+        "traces", "helm_rl.workloads.commands:generate", "generate a seeded request trace from a scenario"
+    ),
+    "trace convert": Command(
+        "traces", "helm_rl.workloads.commands:convert", "convert a Mooncake or KuaiRand log to a trace"
+    ),
+    "trace inspect": Command("traces", "helm_rl.workloads.commands:inspect", "say what is in a trace"),
+    "train base": Command("training", "train.ppo_base:main", "train the base policy with PPO"),
+    "export": Command(
+        "training", "helm_rl.export:main", "turn a training run into a bundle that can be served"
+    ),
+    "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),
+    "eval ratio-gap": Command(
+        "measuring", "eval.ratio_gap:main", "how far a policy's split is from the best one, segment by segment"
+    ),
+    "bench env": Command(
+        "measuring", "eval.bench_env:main", "simulated requests per second, and where the time goes"
+    ),
+    "demo": Command("all of it", "eval.demo:main", "trace, training, export, evaluation and report in one go"),
+}
+
+EXAMPLES: dict[str, str] = {
+    "helm-rl demo --output demo-output": "the whole way, in a few minutes; ends with the path of a report",
+    "helm-rl trace generate --scenario burst --output burst.parquet": "a trace of the shipped scenario burst",
+}
+
+FOLDERS = ("cache_engine", "checkpoints", "envs", "eval", "train")
+"""Our import packages besides helm_rl; other distributions have packages with some of these names."""
+
+EXTRAS = {
+    "cachetools": "bench",
+    "cupy": "cuda13",
+    "libcachesim": "bench",
+    "onnxruntime": "bench",
+    "polars": "bench",
+    "stable_baselines3": "bench",
+    "wandb": "track",
+}
+"""Import packages that do not come with a plain install, and the extra that brings each."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: the process's own) names and return the exit status.
+
+    0: done. 1: the machine refused (disk full, no permission). 2: the user's mistake, told in one sentence on
+    stderr. 130: interrupted. 141: the reader of our output has gone. Anything else that is raised is a bug of
+    ours and keeps its traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            _dispatch(arguments)
+        except SystemExit:  # tyro's --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+    except UserError as error:
+        return _fail(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        extra = EXTRAS[package]
+        advice = f"pip install '{PROGRAM}[{extra}]', or in a checkout pip install -e '.[{extra}]'"
+        return _fail(f"error: this needs the Python package {package}, which is not installed; {advice}", 2)
+    except BrokenPipeError:
+        _drop_output()
+        return 141
+    except OSError as error:
+        # Without a number it did not come from the system, and only a traceback tells enough.
+        if error.errno is None:
+            raise
+        _drop_output()
+        where = f"{error.filename}: " if error.filename is not None else ""
+        missing = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
+        return _fail(f"error: {where}{error.strerror}", 2 if missing else 1)
+    return 0
+
+
+def _dispatch(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+    elif arguments[0] == "--version":
+        from helm_rl import __version__
+
+        print(f"{PROGRAM} {__version__}")
+    elif arguments[0] in COMMANDS:
+        _run(arguments[0], arguments[1:])
+    elif arguments[0] not in {name.partition(" ")[0] for name in COMMANDS}:
+        raise UserError(_unknown(arguments))
+    elif len(arguments) == 1 or arguments[1] in ("-h", "--help"):
+        print(_group_help(arguments[0]))
+    elif f"{arguments[0]} {arguments[1]}" in COMMANDS:
+        _run(f"{arguments[0]} {arguments[1]}", arguments[2:])
+    else:
+        raise UserError(_unknown(arguments))
+
+
+def _run(name: str, arguments: list[str]) -> None:
+    import importlib
+    import typing
+
+    _refuse_foreign_folders()
+    module, _, function_name = COMMANDS[name].target.partition(":")
+    function = getattr(importlib.import_module(module), function_name)
+    hints = typing.get_type_hints(function)
+    hints.pop("return", None)
+    (arguments_class,) = hints.values()
+
+    import tyro
+
+    function(tyro.cli(arguments_class, prog=f"{PROGRAM} {name}", args=arguments))
+
+
+def _refuse_foreign_folders() -> None:
+    """Raise UserError if another distribution's `envs`, `eval`, ... would be imported instead of ours."""
+    import importlib.util
+    from pathlib import Path
+
+    home = Path(__file__).resolve().parent.parent
+    for folder in FOLDERS:
+        spec = importlib.util.find_spec(folder)
+        origin = spec.origin if spec is not None else None
+        if origin is None or Path(origin).resolve().parent.parent != home:
+            raise UserError(
+                f"importing '{folder}' finds {origin or 'nothing'} instead of {PROGRAM}'s own {home / folder}; "
+                f"install {PROGRAM} into a virtual environment of its own"
+            )
+
+
+def _help() -> str:
+    sections: dict[str, list[str]] = {}
+    for name, command in COMMANDS.items():
+        sections.setdefault(command.section, []).append(f"  {name:<16}  {command.summary}")
+    lines = [
+        f"usage: {PROGRAM} COMMAND [options]",
+        "",
+        "Train and evaluate controllers that split GPU memory between the embedding cache",
+        "and the KV cache of a generative recommender.",
+    ]
+    for section, rows in sections.items():
+        lines += ["", section, *rows]
+    lines += ["", "options", "  -h, --help        show this", "  --version         show the version"]
+    lines += ["", "examples"]
+    for example, purpose in EXAMPLES.items():
+        lines += [f"  {example}", f"      {purpose}"]
+    lines += ["", f"{PROGRAM} COMMAND --help explains a command and its options."]
+    return "\n".join(lines)
+
+
+def _group_help(group: str) -> str:
+    rows = [f"  {name:<16}  {command.summary}" for name, command in _members(group).items()]
+    usage = f"usage: {PROGRAM} {group} COMMAND [options]"
+    return "\n".join(
+        [usage, "", *rows, "", f"{PROGRAM} {group} COMMAND --help explains a command and its options."]
+    )
+
+
+def _members(group: str) -> dict[str, Command]:
+    return {name: command for name, command in COMMANDS.items() if name.startswith(f"{group} ")}
+
+
+def _unknown(arguments: list[str]) -> str:
+    """Say that there is no such command or option, and name the nearest command or all there are."""
+    import difflib
+
+    first = arguments[0]
+    members = {name.partition(" ")[2]: name for name in _members(first)}
+    if members:
+        typed, candidates = [arguments[1]], members
+        otherwise = f"{PROGRAM} {first} has {', '.join(members)}"
+    elif first.startswith("-"):
+        return f"there is no option '{first}' before the command; {PROGRAM} --help shows what there is"
+    else:
+        # One word may be a group, or a member without its group; a full name wins over both.
+        typed = [" ".join(arguments[:2]), first]
+        names = {name: name for name in COMMANDS}
+        groups = {group: group for group in (name.partition(" ")[0] for name in COMMANDS) if group not in names}
+        candidates = {name.rpartition(" ")[2]: name for name in COMMANDS} | groups | names
+        otherwise = f"{PROGRAM} --help lists them"
+    near = [match for text in typed for match in difflib.get_close_matches(text, candidates, n=1)]
+    hint = f"did you mean '{PROGRAM} {candidates[near[0]]}'?" if near else otherwise
+    wanted = f"{first} {arguments[1]}" if members else first
+    return f"there is no command '{wanted}'; {hint}"
+
+
+def _fail(message: str, status: int) -> int:
+    print(message, file=sys.stderr)
+    return status
+
+
+def _drop_output() -> None:
+    """Point stdout at nothing if what it holds cannot be written, lest the interpreter try again as it ends."""
+    import os
+
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,8 +7,8 @@ where `helm_rl` names folders above it; it names them as text.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from helm_rl.errors import UserError
 
@@ -41,7 +41,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),
     "eval ratio-gap": Command(
-        "measuring", "eval.ratio_gap:main", "how far a policy's split is from the best one, segment by segment"
+        "measuring", "eval.ratio_gap:main", "distance of a policy's split from each segment's best one"
     ),
     "bench env": Command(
         "measuring", "eval.bench_env:main", "simulated requests per second, and where the time goes"
@@ -128,7 +128,8 @@ def _dispatch(arguments: list[str]) -> None:
         raise UserError(_unknown(arguments))
 
 
-def _run(name: str, arguments: list[str]) -> None:
+def load(name: str) -> tuple[Callable[[Any], None], type]:
+    """Import the command `name`; return its function and the dataclass that holds its arguments."""
     import importlib
     import typing
 
@@ -138,6 +139,11 @@ def _run(name: str, arguments: list[str]) -> None:
     hints = typing.get_type_hints(function)
     hints.pop("return", None)
     (arguments_class,) = hints.values()
+    return function, arguments_class
+
+
+def _run(name: str, arguments: list[str]) -> None:
+    function, arguments_class = load(name)
 
     import tyro
 

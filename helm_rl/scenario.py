@@ -1,0 +1,313 @@
+"""A scenario: what is served, on what, under which load and which SLO; TOML files, validated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from helm_rl.errors import UserError
+
+_SHIPPED = Path(__file__).parent / "scenarios"
+_MAX_FILE_BYTES = 1 << 20
+
+
+def _whole(value: Any) -> Any:
+    """TOML writes large counts as 3e8, which is a float: take it where it is whole, and never a bool or a string."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
+Text = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(_Section):
+    """The model that is served: a shipped profile, any of whose fields may be overridden."""
+
+    profile: Text = "decoder-0.2b"
+    architecture: Literal["decoder", "hstu"] | None = None
+    layers: Annotated[Whole, Field(ge=1, le=1024)] | None = None
+    d_model: Annotated[Whole, Field(ge=1, le=1 << 17)] | None = None
+    heads: Annotated[Whole, Field(ge=1, le=1024)] | None = None
+    kv_heads: Annotated[Whole, Field(ge=1, le=1024)] | None = None
+    head_dim: Annotated[Whole, Field(ge=1, le=4096)] | None = None
+    ffn: Annotated[Whole, Field(ge=1, le=1 << 20)] | None = None
+    features_per_token: Annotated[Whole, Field(ge=1, le=10_000)] | None = None
+    row_bytes: Annotated[Whole, Field(ge=1, le=1 << 20)] | None = None
+    candidates: Annotated[Whole, Field(ge=0, le=1_000_000)] | None = None
+
+
+class HardwareSection(_Section):
+    """One node: accelerator, link to the embedding tables, pool shared by the two caches, admission."""
+
+    profile: Text = "a100-80g"
+    link: Literal["remote-ps", "local-host"] = "remote-ps"
+    link_gb_s: Annotated[Real, Field(gt=0, le=10_000)] = 1.5
+    pool_gib: Annotated[Real, Field(gt=0, le=10_000)] = 48.0
+    page_kib: Annotated[Whole, Field(ge=1, le=1 << 20)] = 2048
+    nodes: Annotated[Whole, Field(ge=1, le=4096)] = 1
+    queue_bound: Annotated[Whole, Field(ge=1, le=1_000_000)] = 512
+    max_batch: Annotated[Whole, Field(ge=1, le=1024)] = 8
+
+
+class ControlSection(_Section):
+    """How alpha, the embedding cache's share of the pool, may be moved."""
+
+    interval_s: Annotated[Real, Field(ge=0.005, le=10)] = 1.0
+    tick_s: Annotated[Real, Field(ge=0.0005, le=10)] = 0.01
+    alpha_min: Annotated[Real, Field(ge=0, le=1)] = 0.1
+    alpha_max: Annotated[Real, Field(ge=0, le=1)] = 0.9
+    rate_per_s: Annotated[Real, Field(gt=0, le=100)] = 0.06
+    migrate_pages_per_s: Annotated[Real, Field(gt=0, le=1e9)] = 4000.0
+
+    @model_validator(mode="after")
+    def _check(self) -> ControlSection:
+        if not self.alpha_min < self.alpha_max:
+            raise ValueError(f"alpha_min = {self.alpha_min:g} must be below alpha_max = {self.alpha_max:g}")
+        return self
+
+
+_RequestRate = Annotated[Real, Field(ge=0, le=1e7)]
+_RequestsPerVisit = Annotated[Real, Field(ge=1, le=10_000)]
+_ThinkSeconds = Annotated[Real, Field(gt=0, le=86_400)]
+_Fraction = Annotated[Real, Field(ge=0, le=1)]
+_HotItems = Annotated[Whole, Field(ge=1, le=10**12)]
+
+
+class LoadPhase(_Section):
+    """A stretch of time with additional load: it adds to [load], it does not replace it."""
+
+    start_s: Annotated[Real, Field(ge=0)]
+    seconds: Annotated[Real, Field(gt=0)]
+    rate: _RequestRate  # requests/s, at its start
+    rate_end: _RequestRate | None = None  # requests/s at its end; None: constant
+    requests_per_visit: _RequestsPerVisit
+    think_s: _ThinkSeconds | None = None  # mean pause between a visit's requests; None: that of [load]
+    hot_fraction: _Fraction = 0.0  # share of items drawn from the phase's hot set
+    hot_items: _HotItems = 4000
+    label: Annotated[str, Field(strict=True, max_length=200)] = ""
+
+
+class LoadSection(_Section):
+    """The base load, stationary from its first instant unless it drifts, and the phases on top of it."""
+
+    rate: _RequestRate = 140.0  # requests/s
+    rate_end: _RequestRate | None = None  # requests/s at the scenario's end, reached linearly; None: constant
+    requests_per_visit: _RequestsPerVisit = 1.15
+    think_s: _ThinkSeconds = 4.0
+    users: Annotated[Whole, Field(ge=1, le=10**10)] = 400_000
+    zipf_items: Annotated[Real, Field(ge=0, le=10)] = 1.05
+    items: Annotated[Whole, Field(ge=1, le=10**12)] = 300_000_000
+    hot_fraction: _Fraction = 0.0
+    hot_items: _HotItems = 4000
+    history_mean: Annotated[Real, Field(ge=1)] = 1500.0  # tokens; the mean of what is left after history_max
+    history_sigma: Annotated[Real, Field(ge=0, le=4)] = 1.0  # of the logarithm
+    history_max: Annotated[Whole, Field(ge=1, le=1 << 24)] = 8192
+    new_tokens_mean: Annotated[Real, Field(ge=1, le=10_000)] = 4.0  # events appended per request
+    phase: tuple[LoadPhase, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> LoadSection:
+        if self.history_mean > 0.95 * self.history_max:
+            raise ValueError(
+                f"history_mean = {self.history_mean:g} must be at most .95 of history_max = {self.history_max}"
+            )
+        if self.new_tokens_mean > self.history_max:
+            raise ValueError(
+                f"new_tokens_mean = {self.new_tokens_mean:g} must be at most history_max = {self.history_max}"
+            )
+        hot = [part.hot_items for part in (self, *self.phase) if part.hot_fraction > 0]
+        if sum(hot) > self.items:
+            raise ValueError(
+                f"the hot sets hold {sum(hot)} items together, but there are only items = {self.items}"
+            )
+        return self
+
+
+class RewardSection(_Section):
+    """Weights of the reward beside the mean log latency."""
+
+    tail_weight: Annotated[Real, Field(ge=0, le=1e6)] = 1.0
+    move_cost: Annotated[Real, Field(ge=0, le=1e6)] = 0.01  # per unit of alpha moved
+
+
+class Scenario(_Section):
+    """One workload on one cluster, with its SLO.
+
+    Times are seconds on the scenario's clock: the load runs from -warm_s to `seconds`, and is measured from 0.
+    """
+
+    name: Text
+    slo_ms: Annotated[Real, Field(gt=0, le=1e6)]
+    seconds: Annotated[Real, Field(gt=0, le=1e8)] = 600.0
+    warm_s: Annotated[Real, Field(ge=0, le=1e8)] = 60.0
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 1
+    model: ModelSection = ModelSection()
+    hardware: HardwareSection = HardwareSection()
+    control: ControlSection = ControlSection()
+    load: LoadSection = LoadSection()
+    reward: RewardSection = RewardSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> Scenario:
+        for index, phase in enumerate(self.load.phase):
+            end_s = phase.start_s + phase.seconds
+            if end_s > self.seconds * (1 + 1e-12):
+                raise ValueError(
+                    f"load.phase[{index}] ends at {end_s:g} s, after the scenario's end at seconds = {self.seconds:g}"
+                )
+        rates = [(part.rate, part.rate_end or 0.0) for part in (self.load, *self.load.phase)]
+        if not any(rate > 0 or rate_end > 0 for rate, rate_end in rates):
+            raise ValueError("load.rate is 0 and no phase adds load: there would be no request")
+        return self
+
+
+def scenario_names() -> list[str]:
+    """Return the names of the scenarios that ship with helm-rl."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+
+
+def scenario_hash(scenario: Scenario) -> str:
+    """Return the sha256 (hex) of the scenario's canonical JSON: equal for equal fields, whatever the file looked like."""
+    text = json.dumps(
+        scenario.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True
+    )
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def load_scenario(name_or_path: str | Path) -> Scenario:
+    """Return a shipped scenario by its name, or read one from a TOML file.
+
+    Raises UserError, naming the file, the line where it can be had, and the field.
+    """
+    names = scenario_names()
+    if str(name_or_path) in names:
+        path = _SHIPPED / f"{name_or_path}.toml"
+    else:
+        path = Path(name_or_path)
+        if not path.exists():
+            shipped = ", ".join(names)
+            raise UserError(f"{name_or_path} is neither a shipped scenario ({shipped}) nor a file")
+    text = _read(path)
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not valid TOML: {str(error)[:300]}") from None
+    except ValueError as error:  # such as an integer of thousands of digits
+        raise UserError(f"{path}: a value cannot be read: {str(error)[:300]}") from None
+    try:
+        return Scenario.model_validate(document)
+    except ValidationError as error:
+        raise UserError(_explain(path, text, error)) from None
+
+
+def _read(path: Path) -> str:
+    try:
+        if not path.is_file():
+            raise UserError(f"{path} is not a file; a scenario is a TOML file")
+        size = path.stat().st_size
+        if size > _MAX_FILE_BYTES:
+            raise UserError(
+                f"{path} holds {size} bytes, too many for a scenario (a TOML file of at most 1 MiB)"
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if not data.strip():
+        raise UserError(f"{path} is empty; a scenario is a TOML file with at least name and slo_ms")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line}: not UTF-8 text; a scenario is a TOML file") from None
+
+
+def _explain(path: Path, text: str, error: ValidationError) -> str:
+    """Put the first thing that pydantic found into one sentence."""
+    first, *others = error.errors()
+    location = first["loc"]
+    field = _dotted(location)
+    line = _line_of(text, location)
+    where = f"{path}, line {line}" if line else f"{path}"
+    kind, given = first["type"], first.get("input")
+    if kind == "extra_forbidden":
+        known = ", ".join(_fields_at(location[:-1]))
+        message = f"unknown key {field}; known here: {known}"
+    elif kind == "missing":
+        message = f"{field} is missing"
+    elif kind == "value_error":
+        message = str(first["ctx"]["error"])
+        message = message if not field else f"[{field}] {message}"
+    elif isinstance(given, (dict, list)):
+        message = f"{field}: {_lower(first['msg'])}"
+    else:
+        message = f"{field} = {_short(given)}: {_lower(first['msg'])}"
+    return f"{where}: {message}" + (f" (and {len(others)} more)" if others else "")
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _dotted(location: Sequence[str | int]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _fields_at(location: Sequence[str | int]) -> list[str]:
+    model: type[BaseModel] = Scenario
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        model = next(
+            t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel)
+        )
+    return list(model.model_fields)
+
+
+_HEADER = re.compile(r"^\s*(\[\[?)\s*([A-Za-z0-9_.\-\s]+?)\s*\]\]?\s*(?:#.*)?$")
+_KEY = re.compile(r"^\s*([A-Za-z0-9_.\-\s]+?)\s*=")
+
+
+def _line_of(text: str, location: Sequence[str | int]) -> int | None:
+    """Find the line of a key, or of the nearest table around it; None where the file's style hides it."""
+    table: list[str | int] = []
+    counts: dict[str, int] = {}
+    lines: dict[tuple[str | int, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            name = [part.strip() for part in header[2].split(".")]
+            table = list(name)
+            if header[1] == "[[":
+                dotted = ".".join(name)
+                counts[dotted] = counts.get(dotted, -1) + 1
+                table.append(counts[dotted])
+            lines.setdefault(tuple(table), number)
+        elif key := _KEY.match(line):
+            parts = [part.strip() for part in key[1].split(".")]
+            lines.setdefault((*table, *parts), number)
+    for length in range(len(location), 0, -1):
+        if found := lines.get(tuple(location[:length])):
+            return found
+    return None

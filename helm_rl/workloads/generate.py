@@ -1,0 +1,302 @@
+"""The seeded generator: a scenario's load, drawn as visits of users, as a trace.
+
+Users come for visits. Visits start as a Poisson process; a visit has a geometric number of requests with exponential pauses
+between them. Both are memoryless, so the visits that are under way at any instant of a stationary load are a Poisson number,
+each with a fresh exponential pause before its next request and a fresh geometric number of requests to come. A load therefore
+starts in its steady state exactly, without simulating what came before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from helm_rl.errors import UserError
+from helm_rl.scenario import LoadPhase, LoadSection, Scenario, scenario_hash
+from helm_rl.workloads.trace import BASE, Trace, TraceMeta, TracePhase, gather
+
+MAX_REQUESTS = 50_000_000
+MAX_ITEMS = 1_000_000_000
+_FACTOR_WINDOW_S = 300.0
+_GRID = 4096  # pieces of constant rate that a drift is drawn with
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """A request rate over [start_s, end_s): constant until drift_s, then linear from `first` to `last`."""
+
+    start_s: float
+    drift_s: float
+    end_s: float
+    first: float
+    last: float
+
+    def requests(self, from_s: float, to_s: float) -> float:
+        """Return the requests asked for in [from_s, to_s)."""
+        from_s, to_s = max(from_s, self.start_s), min(to_s, self.end_s)
+        if to_s <= from_s:
+            return 0.0
+        flat = max(0.0, min(to_s, self.drift_s) - from_s)
+        low = max(from_s, self.drift_s)
+        middle = (low + to_s) / 2 - self.drift_s
+        return flat * self.first + max(0.0, to_s - low) * (self.first + self.slope * middle)
+
+    @property
+    def slope(self) -> float:
+        """Requests/s gained per second once it drifts."""
+        return (self.last - self.first) / (self.end_s - self.drift_s)
+
+
+def generate(scenario: Scenario, seed: int | None = None) -> Trace:
+    """Draw the scenario's load over [-warm_s, seconds); the part before 0 is warm-up.
+
+    seed: overrides the scenario's. The base load of a seed is the same whether or not there are phases beside it. A load
+    whose rate falls faster than its visits end (a mean of (requests_per_visit - 1) * think_s seconds) cannot follow: it
+    stops new visits and exceeds the rate asked by those under way.
+
+    Items are drawn from the Zipf law, the most popular item being code 0. A hot set is a stretch of codes in the middle of
+    the range, where no item was popular before, each of its items equally likely; phases have disjoint sets.
+    Raises UserError if the trace would be too large for memory or has no request.
+    """
+    seed = scenario.seed if seed is None else seed
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed = {seed} must be a whole number of at least 0")
+    load = scenario.load
+    rates = [_Rate(-scenario.warm_s, 0.0, scenario.seconds, load.rate, _last(load))]
+    for phase in load.phase:
+        end_s = min(phase.start_s + phase.seconds, scenario.seconds)
+        rates.append(_Rate(phase.start_s, phase.start_s, end_s, phase.rate, _last(phase)))
+    expected = sum(rate.requests(rate.start_s, rate.end_s) for rate in rates)
+    if expected > MAX_REQUESTS or expected * load.new_tokens_mean > MAX_ITEMS:
+        raise UserError(
+            f"scenario {scenario.name} asks for {expected:.3g} requests of {load.new_tokens_mean:g} items; a trace holds at "
+            f"most {MAX_REQUESTS:.0e} requests and {MAX_ITEMS:.0e} items: lower seconds or the rates"
+        )
+
+    phases = _phases(scenario, rates)
+    parts = [_requests(load, part, rates[i], phases[i], i, seed) for i, part in enumerate((load, *load.phase))]
+    arrival_ns = np.concatenate([part.arrival_ns for part in parts])
+    if arrival_ns.size == 0:
+        raise UserError(f"scenario {scenario.name} with seed {seed} has no request: raise seconds or the rates")
+    order = np.argsort(arrival_ns, kind="stable")
+    user = np.concatenate([part.user for part in parts])[order]
+    new_tokens = np.concatenate([part.new_tokens for part in parts])
+    offsets = np.zeros(new_tokens.size + 1, dtype=np.int64)
+    np.cumsum(new_tokens, out=offsets[1:])
+    offsets, values = gather(offsets, np.concatenate([part.items for part in parts]), order)
+    new_tokens = new_tokens[order]
+    history = np.minimum(_initial_history(load, user) + _appended(user, new_tokens), load.history_max)
+    return Trace(
+        arrival_ns=arrival_ns[order],
+        user=user,
+        tenant=np.zeros(user.size, dtype=np.int32),
+        phase=np.concatenate([np.full(part.user.size, i, dtype=np.int32) for i, part in enumerate(parts)])[
+            order
+        ],
+        history_tokens=history.astype(np.int32),
+        new_tokens=new_tokens.astype(np.int32),
+        item_offsets=offsets,
+        item_values=values,
+        meta=TraceMeta(
+            name=scenario.name,
+            source="generator",
+            origin_ns=0,
+            measure_from_ns=0,
+            users=load.users,
+            items=load.items,
+            content="law",
+            zipf_items=load.zipf_items,
+            law_items=load.items,
+            phases=phases,
+            seed=seed,
+            scenario_hash=scenario_hash(scenario),
+            steps=(f"generated from scenario {scenario.name}",),
+        ),
+    )
+
+
+def zipf_codes(rng: np.random.Generator, count: int, exponent: float, items: int) -> IntArray:
+    """Draw `count` codes from 0..items-1 with P(code) proportional to (code + 1)^-exponent, exactly; int64 (count,).
+
+    Rejection from the integral of the law (Hoermann and Derflinger, "Rejection-inversion to generate variates from
+    monotone discrete distributions", ACM TOMACS 6(3), 1996): no table, so the cost does not depend on `items`.
+    """
+    if exponent == 0:
+        return rng.integers(0, items, size=count, dtype=np.int64)
+    power = 1.0 - exponent
+
+    def integral(x: FloatArray) -> FloatArray:  # of x^-exponent, from 1
+        log = np.log(x)
+        return log if power == 0 else np.expm1(power * log) / power
+
+    def inverse(y: FloatArray) -> FloatArray:
+        # Rounding may carry the argument of log1p past -1 at the far end of a steep law.
+        return np.exp(y if power == 0 else np.log1p(np.maximum(power * y, -1 + 1e-16)) / power)
+
+    low = float(integral(np.array(1.5))) - 1.0
+    high = float(integral(np.array(items + 0.5)))
+    codes = np.empty(count, dtype=np.int64)
+    done = 0
+    while done < count:
+        y = high + rng.random(int((count - done) * 1.15) + 16) * (low - high)
+        rank = np.clip(np.rint(inverse(y)), 1, items)
+        accepted = rank[y >= integral(rank + 0.5) - rank**-exponent][: count - done]
+        codes[done : done + accepted.size] = accepted.astype(np.int64) - 1
+        done += accepted.size
+    return codes
+
+
+@dataclass(frozen=True)
+class _Part:
+    arrival_ns: IntArray
+    user: IntArray
+    new_tokens: IntArray
+    items: IntArray
+
+
+def _requests(
+    load: LoadSection, part: LoadSection | LoadPhase, rate: _Rate, phase: TracePhase, index: int, seed: int
+) -> _Part:
+    """Draw the requests of one load; it has random streams of its own, whatever other loads there are."""
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
+    time_s, visit, visits = _arrivals(rng, rate, part.requests_per_visit, part.think_s or load.think_s)
+    arrival_ns = np.rint(time_s * 1e9).astype(np.int64)
+    inside = (arrival_ns >= phase.start_ns) & (arrival_ns < phase.end_ns)
+    arrival_ns, visit = arrival_ns[inside], visit[inside]
+    user = rng.integers(0, load.users, size=visits, dtype=np.int64)[visit]
+    new_tokens = np.minimum(rng.geometric(1 / load.new_tokens_mean, size=user.size), load.history_max).astype(
+        np.int64
+    )
+    items = zipf_codes(rng, int(new_tokens.sum()), load.zipf_items, load.items)
+    if phase.hot_fraction > 0:
+        hot = rng.random(items.size) < phase.hot_fraction
+        items[hot] = rng.integers(phase.hot_first, phase.hot_first + phase.hot_items, size=int(hot.sum()))
+    return _Part(arrival_ns, user, new_tokens, items)
+
+
+def _arrivals(
+    rng: np.random.Generator, rate: _Rate, per_visit: float, think_s: float
+) -> tuple[FloatArray, IntArray, int]:
+    """Return times (s) of requests, the visit of each, and the number of visits; some times lie past the end.
+
+    The visits under way, n, gain a share q = 1 - 1 / per_visit of all requests and lose n / think_s a second. Visits start
+    at the rate that makes requests come at the rate asked, r(t) - n(t) / think_s, with n in closed form for a linear r.
+    """
+    ends, continues = 1 / per_visit, 1 - 1 / per_visit
+    # A drift that starts at the load's own start is joined in its own equilibrium, if there is one.
+    lag = rate.slope * think_s if rate.drift_s <= rate.start_s else 0.0
+    under_way = max(0.0, continues * think_s * (rate.first - lag))
+    edges = np.linspace(rate.drift_s, rate.end_s, _GRID + 1)
+    since_s = (edges[:-1] + edges[1:]) / 2 - rate.drift_s
+    steady = continues * (rate.first - rate.slope * think_s)
+    starts = ends * (rate.first + rate.slope * since_s) + continues * rate.slope * think_s
+    starts += (steady - under_way / think_s) * np.exp(-since_s / think_s)
+    if rate.drift_s > rate.start_s:
+        edges = np.concatenate([[rate.start_s], edges])
+        starts = np.concatenate([[ends * rate.first], starts])
+    cumulated = np.concatenate([[0.0], np.cumsum(np.maximum(starts, 0.0) * np.diff(edges))])
+
+    begun = np.interp(rng.random(rng.poisson(cumulated[-1])) * cumulated[-1], cumulated, edges)
+    joined = rate.start_s + rng.exponential(think_s, size=rng.poisson(under_way))
+    first_s = np.concatenate([joined, begun])
+    counts = rng.geometric(ends, size=first_s.size)
+    visit = np.repeat(np.arange(first_s.size), counts)
+    last = np.cumsum(counts)
+    pauses = rng.exponential(think_s, size=visit.size)
+    pauses[(last - counts)[counts > 0]] = 0.0
+    elapsed = np.cumsum(pauses)
+    elapsed -= np.repeat(elapsed[last - counts] if counts.size else elapsed, counts)
+    return first_s[visit] + elapsed, visit, first_s.size
+
+
+def _phases(scenario: Scenario, rates: list[_Rate]) -> tuple[TracePhase, ...]:
+    """Describe base load and phases, and place their hot sets."""
+    load = scenario.load
+    hot_sets = [part.hot_items if part.hot_fraction > 0 else 0 for part in (load, *load.phase)]
+    first = min(load.items // 2, load.items - sum(hot_sets))
+    phases = []
+    for index, (part, rate, hot_items) in enumerate(zip((load, *load.phase), rates, hot_sets, strict=True)):
+        label = BASE if isinstance(part, LoadSection) else part.label or f"phase {index}"
+        phases.append(
+            TracePhase(
+                label=label,
+                start_ns=round(rate.start_s * 1e9),
+                end_ns=round(rate.end_s * 1e9),
+                hot_fraction=part.hot_fraction,
+                hot_items=hot_items,
+                hot_first=first if hot_items else 0,
+                rate=part.rate,
+                rate_end=part.rate_end,
+                factor=_factor(rate, rates) if index else None,
+            )
+        )
+        first += hot_items
+    return tuple(phases)
+
+
+def _factor(phase: _Rate, rates: list[_Rate]) -> float | None:
+    """Return the mean rate of all loads while the phase lasts over that in the 5 minutes before it."""
+    during = sum(rate.requests(phase.start_s, phase.end_s) for rate in rates) / (phase.end_s - phase.start_s)
+    from_s = max(phase.start_s - _FACTOR_WINDOW_S, rates[0].start_s)
+    before = sum(rate.requests(from_s, phase.start_s) for rate in rates)
+    return during / (before / (phase.start_s - from_s)) if before > 0 else None
+
+
+def _last(part: LoadSection | LoadPhase) -> float:
+    return part.rate if part.rate_end is None else part.rate_end
+
+
+def _appended(user: IntArray, new_tokens: IntArray) -> IntArray:
+    """Return for each request the events its user appended in the trace so far, its own included."""
+    order = np.argsort(user, kind="stable")
+    total = np.cumsum(new_tokens[order])
+    first = np.flatnonzero(np.diff(user[order], prepend=-1))
+    before = np.repeat(total[first] - new_tokens[order][first], np.diff(first, append=user.size))
+    appended = np.empty_like(total)
+    appended[order] = total - before
+    return appended
+
+
+def _initial_history(load: LoadSection, user: IntArray) -> IntArray:
+    """Return the events each user had before the trace: lognormal in a hash of his code, mean `history_mean` after the cut."""
+    if load.history_sigma == 0:
+        return np.full(user.size, round(load.history_mean), dtype=np.int64)
+    code = user.astype(np.uint64) * np.uint64(2)
+    first, second = _uniform(code), _uniform(code + np.uint64(1))
+    normal = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)  # Box and Muller
+    tokens = np.exp(_location(load) + load.history_sigma * normal)
+    return np.rint(np.minimum(tokens, load.history_max)).astype(np.int64)
+
+
+def _location(load: LoadSection) -> float:
+    """Return the mean of the logarithm with which min(lognormal, history_max) has the mean asked, by bisection."""
+    sigma, limit = load.history_sigma, load.history_max
+
+    def below(z: float) -> float:
+        return 0.5 * math.erfc(-z / math.sqrt(2))
+
+    def mean(mu: float) -> float:
+        z = (math.log(limit) - mu) / sigma
+        return math.exp(mu + sigma**2 / 2) * below(z - sigma) + limit * below(-z)
+
+    low = math.log(load.history_mean) - sigma**2 / 2
+    high = math.log(limit) + 10 * sigma
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean(middle) < load.history_mean else (low, middle)
+    return (low + high) / 2
+
+
+def _uniform(code: npt.NDArray[np.uint64]) -> FloatArray:
+    """Hash each code to (0, 1]: the output function of SplitMix64 (Steele, Lea, Flood 2014)."""
+    x = (code + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return ((x >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53

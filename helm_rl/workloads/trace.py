@@ -1,0 +1,626 @@
+"""The trace: requests in columns, what is known about them, and their form on disk (Parquet).
+
+One Parquet row is one request. Tables of another length (the dictionaries from codes to source ids, feature tables) are cut
+into as many consecutive lists as there are rows, one list a row: a reader that concatenates a list column has the table back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from helm_rl.errors import UserError
+from helm_rl.files import atomic_file, refuse_existing
+
+FORMAT_VERSION = 1
+ROW_GROUP = 65_536  # requests
+SEGMENT_NS = 60_000_000_000
+BASE = "base"
+
+_META_KEY = b"helm_rl.trace"
+_MAX_META_BYTES = 16 << 20
+_TIME_LIMIT_NS = 1 << 62  # so that the difference of two times fits int64
+_TABLE_PREFIX = "table."
+_COLUMNS: dict[str, str] = {
+    "arrival_ns": "int64",
+    "user": "int64",
+    "tenant": "int32",
+    "phase": "int32",
+    "history_tokens": "int32",
+    "new_tokens": "int32",
+}
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+
+
+class TracePhase(BaseModel):
+    """A labelled stretch of the trace, [start_ns, end_ns), and the part of the load that belongs to it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    label: str
+    start_ns: int
+    end_ns: int
+    hot_fraction: float = Field(default=0.0, ge=0, le=1)  # share of its items drawn from the hot set
+    hot_items: int = Field(default=0, ge=0)
+    hot_first: int = Field(default=0, ge=0)  # the hot set is codes [hot_first, hot_first + hot_items), uniform
+    rate: float | None = None  # requests/s asked of the generator, at the start; None: recorded, not generated
+    rate_end: float | None = None  # requests/s at the end, where it drifts
+    factor: float | None = None  # all load while it lasts over all load in the 5 min before; None: unknown
+
+    @property
+    def drifts(self) -> bool:
+        """Whether its rate changes while it lasts."""
+        return self.rate_end is not None and self.rate_end != self.rate
+
+
+class TraceMeta(BaseModel):
+    """What is known about a trace beside its columns; kept as JSON in the Parquet schema's metadata."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format_version: int = FORMAT_VERSION
+    name: str
+    source: str  # "generator", or the format that was converted
+    origin_ns: int  # arrival_ns = 0 on the source's clock
+    measure_from_ns: int  # arrivals before it are warm-up
+    users: int = Field(ge=1)  # user codes are 0..users-1
+    items: int = Field(ge=1)  # item codes are 0..items-1
+    content: Literal["law", "items", "blocks"]
+    block_tokens: int = Field(default=0, ge=0)  # content "blocks": tokens per block
+    zipf_items: float | None = None  # content "law": exponent of the popularity of items
+    law_items: int | None = None  # content "law": items under the law
+    phases: tuple[TracePhase, ...] = Field(min_length=1)  # phases[0] is the base load, over the whole trace
+    seed: int | None = None
+    scenario_hash: str | None = None
+    steps: tuple[str, ...] = ()  # what was added to, or done to, the source
+    dropped: dict[str, int] = Field(default_factory=dict)  # rows of the source left out, by reason
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of the measured part over which one best alpha is sought."""
+
+    label: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """n requests in order of arrival, their m item references, and the meta data.
+
+    Content says what `item_values` are, and so which embedding rows a history reads:
+    "law": the codes of the request's new events; the rows of a history follow from (user, token) through the Zipf law;
+    "items": the codes of the request's new events; a user's history is all his item_values so far, concatenated;
+    "blocks": the content blocks, `block_tokens` tokens each, of the whole history; rows follow from the block's id.
+    """
+
+    arrival_ns: Int64Array  # (n,) scheduled; relative to meta.origin_ns; negative is possible; not decreasing
+    user: Int64Array  # (n,) dense codes
+    tenant: Int32Array  # (n,)
+    phase: Int32Array  # (n,) index into meta.phases
+    history_tokens: Int32Array  # (n,) the user's history at this request, its newest events included
+    new_tokens: Int32Array  # (n,) events appended since the user's previous request
+    item_offsets: Int64Array  # (n + 1,)
+    item_values: Int64Array  # (m,) dense codes
+    meta: TraceMeta
+    feature_tables: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # small side tables, by name
+    user_ids: npt.NDArray[Any] | None = (
+        None  # (users,) int64 or uint64: code -> id in the source; None: codes are ids
+    )
+    item_ids: npt.NDArray[Any] | None = None  # (items,)
+
+    def __len__(self) -> int:
+        return int(self.arrival_ns.size)
+
+    @property
+    def end_ns(self) -> int:
+        """The end of the trace: that of its base load."""
+        return self.meta.phases[0].end_ns
+
+    def hash(self) -> str:
+        """Return the sha256 (hex) over every column, every side table and the meta data."""
+        digest = hashlib.sha256(_meta_json(self.meta).encode("utf-8"))
+        for name, array in self._arrays():
+            digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def segments(self) -> list[Segment]:
+        """Cut the measured part at phase starts and ends; where the load drifts, or has no phases, in pieces of 60 s.
+
+        The label of a segment joins those of the phases live in it by "+"; it is "base" where there is none. A last
+        piece shorter than 30 s is not left alone.
+        """
+        start_ns, end_ns = self.meta.measure_from_ns, self.end_ns
+        base, *phases = self.meta.phases
+        phases = [phase for phase in phases if phase.end_ns > phase.start_ns]
+        cuts = {start_ns, end_ns}
+        for phase in phases:
+            cuts.update(time for time in (phase.start_ns, phase.end_ns) if start_ns < time < end_ns)
+        edges = sorted(cuts)
+        segments = []
+        for left, right in zip(edges[:-1], edges[1:], strict=True):
+            live = [phase for phase in phases if phase.start_ns <= left and phase.end_ns >= right]
+            label = "+".join(phase.label for phase in live) or BASE
+            pieces = 1
+            if base.drifts or not phases or any(phase.drifts for phase in live):
+                whole, rest = divmod(right - left, SEGMENT_NS)
+                pieces = max(1, whole + (2 * rest >= SEGMENT_NS))
+            for piece in range(pieces):
+                stop = right if piece == pieces - 1 else left + (piece + 1) * SEGMENT_NS
+                segments.append(Segment(label, left + piece * SEGMENT_NS, stop))
+        return segments
+
+    def between(self, start_ns: int, end_ns: int) -> Trace:
+        """Return the requests with start_ns <= arrival < end_ns, phases and measured part cut to that window.
+
+        Codes, histories and dictionaries stay as they are. Raises UserError if no request is left.
+        """
+        first, last = (int(i) for i in np.searchsorted(self.arrival_ns, [start_ns, end_ns], side="left"))
+        if first >= last:
+            raise UserError(
+                f"no request of trace {self.meta.name} lies in [{start_ns / 1e9:g}, {end_ns / 1e9:g}) s"
+            )
+
+        def clip(time_ns: int) -> int:
+            return min(max(time_ns, start_ns), end_ns)
+
+        phases = tuple(
+            phase.model_copy(update={"start_ns": clip(phase.start_ns), "end_ns": clip(phase.end_ns)})
+            for phase in self.meta.phases
+        )
+        step = f"cut to [{start_ns / 1e9:g}, {end_ns / 1e9:g}) s"
+        meta = self.meta.model_copy(
+            update={
+                "phases": phases,
+                "measure_from_ns": clip(self.meta.measure_from_ns),
+                "steps": (*self.meta.steps, step),
+            }
+        )
+        low, high = int(self.item_offsets[first]), int(self.item_offsets[last])
+        columns = {name: getattr(self, name)[first:last] for name in _COLUMNS}
+        return replace(
+            self,
+            **columns,
+            item_offsets=self.item_offsets[first : last + 1] - low,
+            item_values=self.item_values[low:high],
+            meta=meta,
+        )
+
+    def validate(self) -> None:
+        """Check every invariant of the columns and the meta data; raise UserError naming the first that fails."""
+        _check_meta(self.meta)
+        _check_columns(self)
+        for name, ids, size in (
+            ("user_ids", self.user_ids, self.meta.users),
+            ("item_ids", self.item_ids, self.meta.items),
+        ):
+            if ids is not None:
+                _need(ids.dtype in (np.int64, np.uint64) and ids.ndim == 1, f"{name} must be int64 or uint64")
+                _need(ids.size == size, f"{name} has {ids.size} entries for {size} codes")
+
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """Write the trace as Parquet, aside and then renamed.
+
+        Raises UserError if an invariant fails, if `path` exists and `overwrite` is not set, or if it cannot be written.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = Path(path)
+        refuse_existing(path, overwrite)
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; name a file for the trace")
+        self.validate()
+        schema = self._schema()
+        try:
+            with (
+                atomic_file(path) as aside,
+                pq.ParquetWriter(aside, schema, compression="zstd", use_dictionary=False) as writer,
+            ):
+                for first in range(0, len(self), ROW_GROUP):
+                    last = min(first + ROW_GROUP, len(self))
+                    arrays = [self._column(name, first, last) for name in schema.names]
+                    writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=ROW_GROUP)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+
+    @staticmethod
+    def load(path: str | Path) -> Trace:
+        """Read a whole trace. Raises UserError for anything but a sound trace file that fits in memory."""
+        with _TraceFile(Path(path)) as file:
+            file.refuse_larger_than_memory()
+            trace = file.read()
+        with _named(path):
+            trace.validate()
+        return trace
+
+    @staticmethod
+    def slices(path: str | Path, rows: int) -> Iterator[Trace]:
+        """Yield the trace in consecutive slices of at most `rows` requests, in bounded memory.
+
+        A slice has the columns of its requests and the meta data of the whole; dictionaries and feature tables are not
+        in it (`load` has them). Raises UserError as `load` does, at the slice where the fault is met.
+        """
+        if rows < 1:
+            raise UserError(f"a slice must hold at least 1 request, not {rows}")
+        with _TraceFile(Path(path)) as file:
+            latest = -_TIME_LIMIT_NS
+            for part in file.batches(rows):
+                with _named(path):
+                    part.validate()
+                    _need(int(part.arrival_ns[0]) >= latest, "arrival_ns decreases")
+                latest = int(part.arrival_ns[-1])
+                yield part
+
+    def _arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        for name in (*_COLUMNS, "item_offsets", "item_values"):
+            yield name, getattr(self, name)
+        for name in ("user_ids", "item_ids"):
+            if getattr(self, name) is not None:
+                yield name, getattr(self, name)
+        for name in sorted(self.feature_tables):
+            yield _TABLE_PREFIX + name, self.feature_tables[name]
+
+    def _side_tables(self) -> dict[str, npt.NDArray[Any]]:
+        return {
+            name: array
+            for name, array in self._arrays()
+            if name.endswith("_ids") or name.startswith(_TABLE_PREFIX)
+        }
+
+    def _schema(self) -> Any:
+        import pyarrow as pa
+
+        fields = [pa.field(name, pa.type_for_alias(kind), nullable=False) for name, kind in _COLUMNS.items()]
+        fields.append(pa.field("items", pa.list_(pa.int64()), nullable=False))
+        for name, array in self._side_tables().items():
+            kind = pa.from_numpy_dtype(array.dtype)
+            fields.append(
+                pa.field(name, pa.list_(kind), nullable=False, metadata={"shape": json.dumps(array.shape)})
+            )
+        return pa.schema(fields, metadata={_META_KEY: _meta_json(self.meta).encode("utf-8")})
+
+    def _column(self, name: str, first: int, last: int) -> Any:
+        import pyarrow as pa
+
+        if name in _COLUMNS:
+            return pa.array(getattr(self, name)[first:last])
+        if name == "items":
+            values, offsets = self.item_values, self.item_offsets[first : last + 1]
+        else:
+            values = self._side_tables()[name].reshape(-1)
+            offsets = np.array(
+                [row * values.size // len(self) for row in range(first, last + 1)], dtype=np.int64
+            )
+        low, high = int(offsets[0]), int(offsets[-1])
+        if high - low >= 2**31:
+            raise UserError(
+                f"column {name}: {high - low} values in one row group of {last - first} requests, too many"
+            )
+        return pa.ListArray.from_arrays(pa.array((offsets - low).astype(np.int32)), pa.array(values[low:high]))
+
+
+def gather(
+    offsets: Int64Array, values: npt.NDArray[Any], order: Int64Array
+) -> tuple[Int64Array, npt.NDArray[Any]]:
+    """Reorder ragged rows: return offsets (k + 1,) and values of the rows `order` (k,) of (offsets, values)."""
+    lengths = np.diff(offsets)[order]
+    new_offsets = np.zeros(order.size + 1, dtype=np.int64)
+    np.cumsum(lengths, out=new_offsets[1:])
+    take = np.arange(new_offsets[-1], dtype=np.int64)
+    take += np.repeat(offsets[:-1][order] - new_offsets[:-1], lengths)
+    return new_offsets, values[take]
+
+
+def _meta_json(meta: TraceMeta) -> str:
+    return json.dumps(meta.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _need(truth: bool | np.bool_, message: str) -> None:
+    if not truth:
+        raise UserError(message)
+
+
+class _named:
+    """Put the file's name in front of what an inner check says."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, UserError):
+            raise UserError(f"{self.path} is not a sound trace: {error}") from None
+
+
+def _check_meta(meta: TraceMeta) -> None:
+    base = meta.phases[0]
+    for index, phase in enumerate(meta.phases):
+        inside = -_TIME_LIMIT_NS < phase.start_ns <= phase.end_ns < _TIME_LIMIT_NS
+        _need(inside, f"phases[{index}] runs from {phase.start_ns} to {phase.end_ns} ns")
+        _need(
+            base.start_ns <= phase.start_ns and phase.end_ns <= base.end_ns,
+            f"phases[{index}] ({phase.label}) leaves the trace, which is phases[0]",
+        )
+        if phase.hot_fraction > 0:
+            _need(
+                phase.hot_items >= 1 and phase.hot_first + phase.hot_items <= meta.items,
+                f"phases[{index}] ({phase.label}): its hot set is not within the {meta.items} items",
+            )
+    _need(base.start_ns <= meta.measure_from_ns <= base.end_ns, "measure_from_ns lies outside the trace")
+    _need(abs(meta.origin_ns) < 2**63, "origin_ns does not fit int64")
+    _need(max(meta.users, meta.items) < 2**62, "users or items do not fit int64")
+    if meta.content == "law":
+        sound = meta.zipf_items is not None and math.isfinite(meta.zipf_items) and meta.zipf_items >= 0
+        _need(sound, "content 'law' needs zipf_items, a number of at least 0")
+        _need(meta.law_items is not None and 1 <= meta.law_items <= meta.items, "law_items must be 1 to items")
+    if meta.content == "blocks":
+        _need(meta.block_tokens >= 1, "content 'blocks' needs block_tokens of at least 1")
+
+
+def _check_columns(trace: Trace) -> None:
+    meta, n = trace.meta, len(trace)
+    _need(n >= 1, "there is no request in it")
+    for name, kind in _COLUMNS.items():
+        column = getattr(trace, name)
+        _need(column.dtype == kind and column.shape == (n,), f"{name} must be {kind} of shape ({n},)")
+    offsets, values = trace.item_offsets, trace.item_values
+    _need(
+        offsets.dtype == np.int64 and offsets.shape == (n + 1,),
+        f"item_offsets must be int64 of shape ({n + 1},)",
+    )
+    _need(values.dtype == np.int64 and values.ndim == 1, "item_values must be int64 of one dimension")
+    _need(
+        offsets[0] == 0 and offsets[-1] == values.size,
+        "item_offsets must run from 0 to the number of item_values",
+    )
+    _need(np.all(offsets[1:] >= offsets[:-1]), "item_offsets decreases")
+
+    def within(name: str, low: int, high: int, column: npt.NDArray[Any]) -> None:
+        if column.size and (column.min() < low or column.max() >= high):
+            row = int(np.argmax((column < low) | (column >= high)))
+            raise UserError(f"{name}[{row}] = {column[row]} is outside {low}..{high - 1}")
+
+    arrival = trace.arrival_ns
+    within("arrival_ns", meta.phases[0].start_ns, meta.phases[0].end_ns, arrival)
+    if np.any(arrival[1:] < arrival[:-1]):
+        row = int(np.argmax(arrival[1:] < arrival[:-1])) + 1
+        raise UserError(f"arrival_ns decreases at request {row}")
+    within("user", 0, meta.users, trace.user)
+    within("tenant", 0, 2**31, trace.tenant)
+    within("phase", 0, len(meta.phases), trace.phase)
+    within("history_tokens", 1, 2**31, trace.history_tokens)
+    within("new_tokens", 0, 2**31, trace.new_tokens)
+    within("item_values", 0, meta.items, values)
+    _need(np.all(trace.new_tokens <= trace.history_tokens), "new_tokens exceeds history_tokens")
+    counts = np.diff(offsets)
+    if meta.content == "blocks":
+        asked = -(-trace.history_tokens.astype(np.int64) // meta.block_tokens)
+        _need(
+            np.all(counts == asked),
+            "the number of blocks of a request is not history_tokens / block_tokens, rounded up",
+        )
+    else:
+        _need(np.all(counts == trace.new_tokens), "the number of items of a request is not its new_tokens")
+
+
+class _TraceFile:
+    """An open Parquet file whose schema and meta data have been found to be those of a trace."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        _refuse_other_files(path)
+        try:
+            self.file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise UserError(f"{path} is damaged or not a whole Parquet file: {_first_line(error)}") from None
+        try:
+            self.meta = self._read_meta()
+            self.tables = self._check_schema()
+        except BaseException:
+            self.file.close()
+            raise
+
+    def __enter__(self) -> _TraceFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def _read_meta(self) -> TraceMeta:
+        text = (self.file.schema_arrow.metadata or {}).get(_META_KEY)
+        if text is None:
+            names = ", ".join(self.file.schema_arrow.names[:8])
+            raise UserError(f"{self.path} is a Parquet file but not a helm-rl trace (its columns: {names})")
+        if len(text) > _MAX_META_BYTES:
+            raise UserError(f"{self.path}: its meta data hold {len(text)} bytes, too many for a trace")
+        try:
+            document = json.loads(text)
+            version = document["format_version"]
+            if isinstance(version, int) and version > FORMAT_VERSION:
+                raise UserError(
+                    f"{self.path} has trace format version {version}; this helm-rl reads up to {FORMAT_VERSION}: upgrade it"
+                )
+            if version != FORMAT_VERSION:
+                raise UserError(f"{self.path}: format_version = {version!r} must be {FORMAT_VERSION}")
+            meta = TraceMeta.model_validate(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise UserError(
+                f"{self.path}: its meta data are not those of a trace: {place}: {first['msg']}"
+            ) from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f"{self.path}: its meta data are not the JSON of a trace") from None
+        return meta
+
+    def _check_schema(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the side tables."""
+        import pyarrow as pa
+
+        schema = self.file.schema_arrow
+        wanted = {name: pa.type_for_alias(kind) for name, kind in _COLUMNS.items()}
+        wanted["items"] = pa.list_(pa.int64())
+        for name, kind in wanted.items():
+            if schema.names.count(name) != 1:
+                raise UserError(
+                    f"{self.path}: column {name} is missing (its columns: {', '.join(schema.names[:12])})"
+                )
+            given = schema.field(name).type
+            same = (
+                pa.types.is_list(given) and given.value_type == pa.int64() if name == "items" else given == kind
+            )
+            if not same:
+                raise UserError(f"{self.path}: column {name} has type {given} where a trace has {kind}")
+        tables = {}
+        for name in schema.names:
+            if name in wanted:
+                continue
+            table = schema.field(name)
+            known = name in ("user_ids", "item_ids") or name.startswith(_TABLE_PREFIX)
+            if not known or schema.names.count(name) != 1 or not pa.types.is_list(table.type):
+                raise UserError(f"{self.path}: column {name} is not one of a trace")
+            value = table.type.value_type
+            if not (pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)):
+                raise UserError(f"{self.path}: column {name} holds {value}, not numbers")
+            tables[name] = self._shape(name, (table.metadata or {}).get(b"shape", b""))
+        if self.file.metadata.num_rows < 1:
+            raise UserError(f"{self.path}: there is no request in it")
+        return tables
+
+    def _shape(self, name: str, text: bytes) -> tuple[int, ...]:
+        try:
+            shape = json.loads(text[:1000])
+            if (
+                isinstance(shape, list)
+                and len(shape) <= 8
+                and all(type(side) is int and side >= 0 for side in shape)
+            ):
+                return tuple(shape)
+        except ValueError:
+            pass
+        raise UserError(f"{self.path}: column {name} has no sound shape in its metadata")
+
+    def refuse_larger_than_memory(self) -> None:
+        """Refuse a file whose declared content cannot fit, before anything is allocated for it."""
+        parts = self.file.metadata
+        asked = sum(max(0, parts.row_group(i).total_byte_size) for i in range(parts.num_row_groups))
+        asked = max(
+            asked, parts.num_rows * 33
+        )  # encodings may shrink columns; in memory a row takes 32 bytes and an offset
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if asked > memory:
+            raise UserError(
+                f"{self.path} declares {parts.num_rows} requests in {asked / 2**30:.1f} GiB, and this machine has "
+                f"{memory / 2**30:.1f} GiB of memory; convert a shorter stretch (--end-s)"
+            )
+
+    def batches(self, rows: int) -> Iterator[Trace]:
+        """Yield parts of the columns, not yet validated beyond their types."""
+        names = [*_COLUMNS, "items"]
+        for batch in self._record_batches(rows, names):
+            columns = {name: self._plain(name, batch.column(name)) for name in _COLUMNS}
+            offsets, values = self._lists("items", batch.column("items"))
+            yield Trace(**columns, item_offsets=offsets, item_values=values, meta=self.meta)
+
+    def read(self) -> Trace:
+        """Return the whole, not yet validated beyond its types."""
+        parts = list(self.batches(ROW_GROUP))
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in (*_COLUMNS, "item_values")
+        }
+        starts = np.cumsum([0, *(part.item_values.size for part in parts)])
+        offsets = [part.item_offsets[:-1] + start for part, start in zip(parts, starts[:-1], strict=True)]
+        offsets.append(starts[-1:])
+        columns["item_offsets"] = np.concatenate(offsets, dtype=np.int64)
+        tables = {name: self._read_table(name, shape) for name, shape in self.tables.items()}
+        return Trace(
+            **columns,
+            meta=self.meta,
+            user_ids=tables.pop("user_ids", None),
+            item_ids=tables.pop("item_ids", None),
+            feature_tables={name.removeprefix(_TABLE_PREFIX): table for name, table in tables.items()},
+        )
+
+    def _read_table(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        parts = [self._lists(name, batch.column(name))[1] for batch in self._record_batches(ROW_GROUP, [name])]
+        table = np.concatenate(parts)
+        if table.size != math.prod(shape):
+            raise UserError(
+                f"{self.path}: column {name} has {table.size} values, which do not make up the shape {shape}"
+            )
+        return table.reshape(shape)
+
+    def _record_batches(self, rows: int, names: list[str]) -> Iterator[Any]:
+        import pyarrow as pa
+
+        try:
+            for batch in self.file.iter_batches(batch_size=rows, columns=names, use_threads=False):
+                batch.validate(full=True)
+                if batch.num_rows:
+                    yield batch
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise UserError(f"{self.path} is damaged: {_first_line(error)}") from None
+
+    def _plain(self, name: str, column: Any) -> npt.NDArray[Any]:
+        if column.null_count:
+            raise UserError(f"{self.path}: column {name} has empty cells")
+        array: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+        return np.array(array)  # a copy: pyarrow's memory is read-only
+
+    def _lists(self, name: str, column: Any) -> tuple[Int64Array, npt.NDArray[Any]]:
+        if column.null_count:
+            raise UserError(f"{self.path}: column {name} has empty cells")
+        offsets = column.offsets.to_numpy().astype(np.int64)
+        values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+        return offsets - offsets[0], self._plain(name, values)
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Name the usual mistakes before Parquet's own words for them."""
+    if not path.exists():
+        raise UserError(
+            f"{path} does not exist; a trace is made by `helm-rl trace generate` or `helm-rl trace convert`"
+        )
+    if not path.is_file():
+        raise UserError(f"{path} is not a file; a trace is one Parquet file")
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(4)
+            file.seek(max(0, size - 4))
+            end = file.read(4)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if size == 0:
+        raise UserError(f"{path} is empty; a trace is a Parquet file")
+    if start != b"PAR1":
+        raise UserError(
+            f"{path} is not a Parquet file; `helm-rl trace convert` makes a trace of a log, `helm-rl trace generate` of a scenario"
+        )
+    if size < 12 or end != b"PAR1":
+        raise UserError(f"{path} is a Parquet file without its end: it was cut off after {size} bytes")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -1,1 +1,19 @@
-"""One HBM pool and the caches that share it."""
+"""One HBM pool and the caches that share it; needs no other folder of the project."""
+
+from cache_engine.embedding import EmbeddingCache, EmbeddingLookup
+from cache_engine.kv import KvCache, KvLease
+from cache_engine.pool import HbmPool, Migration, PoolClosedError, TargetStatus
+from cache_engine.stats import EmbeddingStats, KvStats
+
+__all__ = [
+    "EmbeddingCache",
+    "EmbeddingLookup",
+    "EmbeddingStats",
+    "HbmPool",
+    "KvCache",
+    "KvLease",
+    "KvStats",
+    "Migration",
+    "PoolClosedError",
+    "TargetStatus",
+]

@@ -1,0 +1,428 @@
+"""Kernels of the embedding cache: a set-associative index apart from the slots that hold the rows.
+
+The batch algorithm below is the definition that every backend follows; CONTRACTS "A batch of lookups":
+
+1. Every key probes the state before the batch. A hit stamps its slot with the number of the batch.
+2. Misses are made unique in order of first occurrence. Each takes an empty entry of its index set, else the set's
+   oldest evictable entry and with it that entry's slot, else it is served past the cache.
+3. Those that took an empty entry take, in order, a slot that was never filled, else the oldest evictable slot of a
+   window of WINDOW slots behind the hand: the r-th such miss looks at window r, so windows are disjoint and victims
+   independent. No slot found: served past the cache, the entry left empty.
+
+Evictable: not touched in this batch, its page neither pinned nor draining. An entry that step 3 empties is not
+refilled in the same batch, for step 2 has ended by then.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_engine.backends.cpu.pool import (
+    PoolState,
+    abort_drain,
+    give_back_page,
+    start_drain,
+    surplus,
+    take_free_page,
+)
+from cache_engine.hashing import mix2, reduce_range
+from cache_engine.jit import kernel
+
+WAYS = 8
+WINDOW = 8
+EMPTY = -1
+_RESERVED = -2
+
+# EmbeddingState.scalars
+NOW = 0  # number of the current batch; `last` keeps its low 32 bits
+HAND = 1  # position in the member's slots, [0, owned pages * rows per page)
+N_FRESH = 2
+SETS = 3
+ROWS_PER_PAGE = 4
+MEMBER = 5
+N_SCALARS = 6
+
+# EmbeddingState.counters
+REQUESTED = 0
+HITS = 1
+MISSES = 2
+FETCHED = 3
+BYPASSED = 4
+EVICTED = 5
+N_COUNTERS = 6
+
+
+class EmbeddingState(NamedTuple):
+    """Metadata of the cache: E index entries in sets of WAYS, S = P * rows per page slots."""
+
+    key: npt.NDArray[np.int64]  # [E] id; any int64 is legal, emptiness is in `slot`
+    table: npt.NDArray[np.int16]  # [E]
+    slot: npt.NDArray[np.int32]  # [E] slot of the entry, EMPTY = -1
+    entry: npt.NDArray[np.int32]  # [S] entry of the slot, EMPTY = -1
+    last: npt.NDArray[np.uint32]  # [S] batch of last use, modulo 2**32
+    fill: npt.NDArray[np.int32]  # [P] slots of the page handed out so far
+    fresh: npt.NDArray[np.int32]  # [P] stack of pages with slots never filled
+    scalars: npt.NDArray[np.int64]
+    counters: npt.NDArray[np.int64]
+
+
+class EmbeddingScratch(NamedTuple):
+    """Room for one batch of at most B keys; `seen_*` is a hash table of at least 2 B places, a power of two."""
+
+    slots: npt.NDArray[np.int32]  # [B] out: slot of each key, -1: served past the cache
+    miss: npt.NDArray[np.int32]  # [B] number of the key's unique miss, -1: hit
+    first: npt.NDArray[np.int32]  # [B] of each unique miss: position of its first occurrence
+    place: npt.NDArray[np.int32]  # [B] of each unique miss: its entry, -1: none
+    miss_slot: npt.NDArray[np.int32]  # [B] of each unique miss: its slot, -1: served past the cache
+    seen_miss: npt.NDArray[np.int32]  # number of the unique miss
+    seen_batch: npt.NDArray[np.int64]  # batch in which the place was filled
+
+
+def new_embedding_state(pages: int, rows_per_page: int, max_pages: int, member: int) -> EmbeddingState:
+    """Return an empty cache whose index is at most half full when the member has `max_pages` pages."""
+    slots = pages * rows_per_page
+    sets = max(1, -(-2 * max_pages * rows_per_page // WAYS))
+    entries = sets * WAYS
+    scalars = np.zeros(N_SCALARS, np.int64)
+    scalars[SETS] = sets
+    scalars[ROWS_PER_PAGE] = rows_per_page
+    scalars[MEMBER] = member
+    return EmbeddingState(
+        np.zeros(entries, np.int64),
+        np.zeros(entries, np.int16),
+        np.full(entries, EMPTY, np.int32),
+        np.full(slots, EMPTY, np.int32),
+        np.zeros(slots, np.uint32),
+        np.zeros(pages, np.int32),
+        np.zeros(pages, np.int32),
+        scalars,
+        np.zeros(N_COUNTERS, np.int64),
+    )
+
+
+def new_embedding_scratch(batch: int) -> EmbeddingScratch:
+    """Return room for batches of at most `batch` keys."""
+    size = 1 << max(1, (2 * batch - 1).bit_length())
+    arrays = [np.zeros(batch, np.int32) for _ in range(5)]
+    return EmbeddingScratch(*arrays, np.zeros(size, np.int32), np.full(size, -1, np.int64))
+
+
+@kernel
+def lookup(
+    emb: EmbeddingState,
+    pool: PoolState,
+    scratch: EmbeddingScratch,
+    tables: npt.NDArray[np.int16],
+    keys: npt.NDArray[np.int64],
+    n: int,
+) -> int:
+    """Look up and admit the first n keys; return the number of unique misses.
+
+    scratch.slots[i] is key i's slot; for a miss, the row must be copied there before the next batch. scratch.first,
+    scratch.miss_slot describe the unique misses in order.
+    """
+    now = emb.scalars[NOW] + 1
+    emb.scalars[NOW] = now
+    now32 = np.uint32(now & 0xFFFFFFFF)
+    misses = _probe(emb, scratch, tables, keys, n, now, now32)
+    _place(emb, pool, scratch, tables, keys, misses, now32)
+    bypassed = 0
+    missed = 0
+    for i in range(n):
+        r = scratch.miss[i]
+        if r >= 0:
+            missed += 1
+            scratch.slots[i] = scratch.miss_slot[r]
+            if scratch.miss_slot[r] < 0:
+                bypassed += 1
+    counters = emb.counters
+    counters[REQUESTED] += n
+    counters[HITS] += n - missed
+    counters[MISSES] += missed
+    counters[FETCHED] += misses
+    counters[BYPASSED] += bypassed
+    return misses
+
+
+@kernel
+def _probe(
+    emb: EmbeddingState,
+    scratch: EmbeddingScratch,
+    tables: npt.NDArray[np.int16],
+    keys: npt.NDArray[np.int64],
+    n: int,
+    now: int,
+    now32: np.uint32,
+) -> int:
+    """Step 1 and the first half of 2: hits stamped, misses unique in order of first occurrence."""
+    sets = emb.scalars[SETS]
+    index_key, index_table, index_slot, last = emb.key, emb.table, emb.slot, emb.last
+    slots, miss, first, place = scratch.slots, scratch.miss, scratch.first, scratch.place
+    seen_batch, seen_miss = scratch.seen_batch, scratch.seen_miss
+    mask = np.int64(seen_batch.size - 1)
+    misses = 0
+    for i in range(n):
+        key = keys[i]
+        table = tables[i]
+        bits = mix2(np.uint64(table), np.uint64(key))
+        base = reduce_range(bits, sets) * WAYS
+        found = -1
+        for e in range(base, base + WAYS):
+            if index_key[e] == key and index_slot[e] >= 0 and index_table[e] == table:
+                found = index_slot[e]
+                break
+        slots[i] = found
+        if found >= 0:
+            last[found] = now32
+            miss[i] = -1
+            continue
+        at = np.int64(bits & np.uint64(mask))
+        while seen_batch[at] == now:
+            j = first[seen_miss[at]]
+            if keys[j] == key and tables[j] == table:
+                break
+            at = (at + 1) & mask
+        if seen_batch[at] != now:
+            seen_batch[at] = now
+            seen_miss[at] = misses
+            first[misses] = i
+            place[misses] = base
+            misses += 1
+        miss[i] = seen_miss[at]
+    return misses
+
+
+@kernel
+def _place(
+    emb: EmbeddingState,
+    pool: PoolState,
+    scratch: EmbeddingScratch,
+    tables: npt.NDArray[np.int16],
+    keys: npt.NDArray[np.int64],
+    misses: int,
+    now32: np.uint32,
+) -> None:
+    """The second half of step 2, then step 3.
+
+    The arrays are named once and the tests of `evictable` written out twice: numba counts references at every call that
+    it does not inline, which costs more than the work.
+    """
+    index_key, index_table, index_slot, entry, last = emb.key, emb.table, emb.slot, emb.entry, emb.last
+    fill, fresh, pins, draining, lists = emb.fill, emb.fresh, pool.pins, pool.draining, pool.lists
+    first, place, miss_slot = scratch.first, scratch.place, scratch.miss_slot
+    rows_per_page = emb.scalars[ROWS_PER_PAGE]
+    evicted = 0
+    for r in range(misses):
+        base = place[r]
+        found = -1
+        oldest = -1
+        oldest_slot = -1
+        oldest_age = np.uint32(0)
+        for e in range(base, base + WAYS):
+            slot = index_slot[e]
+            if slot == EMPTY:
+                found = e
+                break
+        if found < 0:
+            for e in range(base, base + WAYS):
+                slot = index_slot[e]
+                if slot < 0 or last[slot] == now32:
+                    continue
+                page = slot // rows_per_page
+                if pins[page] != 0 or draining[page] != 0:
+                    continue
+                age = np.uint32(now32 - last[slot])
+                if oldest < 0 or age > oldest_age or (age == oldest_age and slot < oldest_slot):
+                    oldest = e
+                    oldest_slot = slot
+                    oldest_age = age
+        miss_slot[r] = -1
+        if found >= 0:
+            index_slot[found] = _RESERVED
+        elif oldest >= 0:
+            found = oldest
+            last[oldest_slot] = now32
+            miss_slot[r] = oldest_slot
+            evicted += 1
+        place[r] = found
+        if found >= 0:
+            index_key[found] = keys[first[r]]
+            index_table[found] = tables[first[r]]
+
+    member = emb.scalars[MEMBER]
+    total = pool.owned[member] * rows_per_page
+    windows = total // WINDOW
+    hand = emb.scalars[HAND]
+    if hand >= total:
+        hand = 0
+    n_fresh = emb.scalars[N_FRESH]
+    at_page = hand // rows_per_page
+    at_row = hand % rows_per_page
+    used = 0
+    for r in range(misses):
+        e = place[r]
+        if e < 0 or miss_slot[r] >= 0:
+            continue
+        slot = -1
+        if n_fresh > 0:
+            page = fresh[n_fresh - 1]
+            slot = page * rows_per_page + fill[page]
+            fill[page] += 1
+            if fill[page] == rows_per_page:
+                n_fresh -= 1
+        elif used < windows:
+            used += 1
+            oldest_age = np.uint32(0)
+            for _ in range(WINDOW):
+                page = lists[member, at_page]
+                candidate = page * rows_per_page + at_row
+                at_row += 1
+                if at_row == rows_per_page:
+                    at_row = 0
+                    at_page += 1
+                    if at_page * rows_per_page == total:
+                        at_page = 0
+                age = np.uint32(now32 - last[candidate])
+                # Age 0 is touched in this batch, or a row forgotten 2**32 batches ago.
+                if age == 0 or pins[page] != 0 or draining[page] != 0:
+                    continue
+                if slot < 0 or age > oldest_age or (age == oldest_age and candidate < slot):
+                    slot = candidate
+                    oldest_age = age
+            if slot >= 0 and entry[slot] != EMPTY:
+                index_slot[entry[slot]] = EMPTY
+                evicted += 1
+        if slot < 0:
+            index_slot[e] = EMPTY
+            continue
+        index_slot[e] = slot
+        entry[slot] = e
+        last[slot] = now32
+        miss_slot[r] = slot
+    emb.scalars[N_FRESH] = n_fresh
+    emb.scalars[HAND] = at_page * rows_per_page + at_row
+    emb.counters[EVICTED] += evicted
+
+
+@kernel
+def accept_pages(emb: EmbeddingState, pool: PoolState, budget: int) -> int:
+    """Take at most `budget` FREE pages, as far as the goal asks; return how many came."""
+    member = emb.scalars[MEMBER]
+    came = 0
+    while came < budget and pool.owned[member] < pool.goal[member]:
+        page = take_free_page(pool, member)
+        if page < 0:
+            break
+        emb.fill[page] = 0
+        emb.fresh[emb.scalars[N_FRESH]] = page
+        emb.scalars[N_FRESH] += 1
+        came += 1
+    return came
+
+
+@kernel
+def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int, limit_ns: int) -> int:
+    """Give up pages over the goal, at most `budget`; return how many became FREE.
+
+    Coldest first: pages with slots never filled, then the page that the hand would thin next, for it has gone longest
+    since it was thinned last. Pinned pages are passed over; if all are pinned, one is left draining until its leases are
+    clear, the goal rises, or `limit_ns` has passed.
+    """
+    member = emb.scalars[MEMBER]
+    gone = 0
+    i = 0
+    while pool.n_draining[member] > 0 and i < pool.owned[member]:
+        page = pool.lists[member, i]
+        if pool.draining[page]:
+            if pool.owned[member] <= pool.goal[member] or now_ns - pool.drain_since[page] > limit_ns:
+                abort_drain(pool, page)
+                if emb.fill[page] < emb.scalars[ROWS_PER_PAGE]:
+                    emb.fresh[emb.scalars[N_FRESH]] = page
+                    emb.scalars[N_FRESH] += 1
+            elif pool.pins[page] == 0 and gone < budget:
+                _unpublish_page(emb, page)
+                give_back_page(pool, page)
+                gone += 1
+                continue
+        i += 1
+    while gone < budget and surplus(pool, member) > 0:
+        page = _coldest_page(emb, pool, member)
+        if page < 0:
+            break
+        start_drain(pool, page, now_ns)
+        _close_page(emb, page)
+        if pool.pins[page] > 0:
+            break
+        _unpublish_page(emb, page)
+        give_back_page(pool, page)
+        gone += 1
+    return gone
+
+
+@kernel
+def _coldest_page(emb: EmbeddingState, pool: PoolState, member: int) -> int:
+    """Return the page to give up next: unpinned if there is one, never one that drains already; -1 if all drain."""
+    for k in range(emb.scalars[N_FRESH]):
+        page = emb.fresh[emb.scalars[N_FRESH] - 1 - k]
+        if pool.pins[page] == 0 and pool.draining[page] == 0:
+            return page
+    n = pool.owned[member]
+    at = emb.scalars[HAND] // emb.scalars[ROWS_PER_PAGE]
+    pinned = -1
+    for k in range(n):
+        page = pool.lists[member, (at + k) % n]
+        if pool.draining[page]:
+            continue
+        if pool.pins[page] == 0:
+            return page
+        if pinned < 0:
+            pinned = page
+    return pinned
+
+
+@kernel
+def _close_page(emb: EmbeddingState, page: int) -> None:
+    """Take the page off the stack of pages with slots never filled, if it is there: nothing new goes in."""
+    n = emb.scalars[N_FRESH]
+    for k in range(n):
+        if emb.fresh[k] == page:
+            for j in range(k, n - 1):
+                emb.fresh[j] = emb.fresh[j + 1]
+            emb.scalars[N_FRESH] = n - 1
+            break
+
+
+@kernel
+def _unpublish_page(emb: EmbeddingState, page: int) -> None:
+    """Erase the index entries of a page's rows, before its slots can be anyone else's."""
+    rows_per_page = emb.scalars[ROWS_PER_PAGE]
+    for slot in range(page * rows_per_page, page * rows_per_page + emb.fill[page]):
+        e = emb.entry[slot]
+        if e != EMPTY:
+            emb.slot[e] = EMPTY
+            emb.entry[slot] = EMPTY
+            emb.counters[EVICTED] += 1
+    emb.fill[page] = 0
+
+
+@kernel
+def invalidate(emb: EmbeddingState, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], n: int) -> int:
+    """Forget rows, as after an update of their table; return how many were cached. Their slots are the next victims."""
+    sets = emb.scalars[SETS]
+    gone = 0
+    for i in range(n):
+        base = reduce_range(mix2(np.uint64(tables[i]), np.uint64(keys[i])), sets) * WAYS
+        for e in range(base, base + WAYS):
+            if emb.key[e] == keys[i] and emb.slot[e] >= 0 and emb.table[e] == tables[i]:
+                slot = emb.slot[e]
+                emb.slot[e] = EMPTY
+                emb.entry[slot] = EMPTY
+                emb.last[slot] = np.uint32(
+                    (emb.scalars[NOW] + 0x80000000) & 0xFFFFFFFF
+                )  # older than any live row
+                gone += 1
+                break
+    return gone

@@ -1,0 +1,217 @@
+"""One HBM pool: pages that named members own, and the moving of pages from one to another."""
+
+from __future__ import annotations
+
+import enum
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_engine.backends.cpu import pool as kernels
+
+
+class TargetStatus(enum.Enum):
+    """What became of a target; see `HbmPool.set_target`."""
+
+    APPLIED = "applied"  # every member already has what the target asks
+    DEFERRED = "deferred"  # recorded; `migrate` will get there, as budget and leases allow
+    STALE = "stale"  # older than the one recorded, or not a number: ignored
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What one `migrate` did, in pages."""
+
+    freed: int  # taken from members over their goal
+    granted: int  # given to members under theirs
+    backlog: int  # still to move
+    pinned: int  # draining: they wait for leases to end
+
+
+class Member(Protocol):
+    """A cache that owns pages of the pool."""
+
+    def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
+        """Give up at most `budget` pages over the goal; return how many."""
+        ...
+
+    def accept(self, budget: int) -> int:
+        """Take at most `budget` FREE pages under the goal; return how many."""
+        ...
+
+
+class PoolClosedError(RuntimeError):
+    """The pool was closed: its memory is gone."""
+
+
+class HbmPool:
+    """One allocation of `pages * page_bytes`, shared by named members.
+
+    A page is FREE, owned by one member, or draining from it. Moving memory is a change of owner, never a copy of live data:
+    `set_target` records what each member should have, `migrate` moves at most a budget of pages towards it.
+
+    Args:
+        pages: number of pages, at least one per member.
+        page_bytes: bytes of a page, a multiple of 64.
+        members: names in order; `alpha` is the share of the first one.
+        min_pages: floor of every member's goal.
+        payload: True keeps real bytes; False runs the same code on metadata alone.
+        drain_limit_s: a page that waits longer for its leases goes back to its owner.
+
+    Thread safety: all operations of the pool and its members take one lock.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_bytes: int,
+        members: Sequence[str] = ("emb", "kv"),
+        *,
+        min_pages: int = 1,
+        payload: bool = True,
+        drain_limit_s: float = 10.0,
+    ) -> None:
+        if len(members) < 1 or len(set(members)) != len(members):
+            raise ValueError(f"members must be distinct names, got {list(members)}")
+        if min_pages < 0:
+            raise ValueError(f"min_pages must be at least 0, got {min_pages}")
+        if pages < max(1, min_pages) * len(members):
+            raise ValueError(
+                f"pages must be at least {max(1, min_pages)} for each of the {len(members)} members, got {pages}"
+            )
+        if pages >= 2**31:
+            raise ValueError(f"pages must be below 2**31, got {pages}")
+        if page_bytes < 64 or page_bytes % 64:
+            raise ValueError(f"page_bytes must be a positive multiple of 64, got {page_bytes}")
+        self.pages = pages
+        self.page_bytes = page_bytes
+        self.members = tuple(members)
+        self.min_pages = min_pages
+        self.drain_limit_ns = int(drain_limit_s * 1e9)
+        self.state = kernels.new_pool_state(pages, len(members))
+        self.storage: npt.NDArray[np.uint8] | None = np.zeros(pages * page_bytes, np.uint8) if payload else None
+        self.lock = threading.RLock()
+        self.payload = payload
+        self._caches: list[Member | None] = [None] * len(members)
+        self._revision: int | None = None
+        self._closed = False
+
+    def attach(self, name: str, cache: Member) -> int:
+        """Make `cache` the member `name`; return the member's number. Caches call this themselves."""
+        if name not in self.members:
+            raise ValueError(f"the pool has no member {name!r}; it has {', '.join(self.members)}")
+        member = self.members.index(name)
+        if self._caches[member] is not None:
+            raise ValueError(f"member {name!r} is attached already")
+        self._caches[member] = cache
+        return member
+
+    def close(self) -> None:
+        """Give the memory back; any later use raises PoolClosedError. Closing twice is harmless."""
+        with self.lock:
+            self._closed = True
+            self.storage = None
+
+    def check_open(self) -> None:
+        """Raise PoolClosedError after `close`."""
+        if self._closed:
+            raise PoolClosedError("the pool was closed")
+
+    def set_target(self, alpha: float, revision: int) -> TargetStatus:
+        """Ask for `alpha` of the pool for the first of two members, the rest for the second; see `set_goals`."""
+        if len(self.members) != 2:
+            raise ValueError(f"set_target needs two members, the pool has {len(self.members)}: use set_goals")
+        if not math.isfinite(alpha):
+            return TargetStatus.STALE
+        first = round(min(max(alpha, 0.0), 1.0) * self.pages)
+        first = min(max(first, self.min_pages), self.pages - self.min_pages)
+        return self.set_goals({self.members[0]: first, self.members[1]: self.pages - first}, revision)
+
+    def set_goals(self, goals: Mapping[str, int], revision: int) -> TargetStatus:
+        """Record how many pages each member should have; nothing moves before `migrate`.
+
+        Args:
+            goals: pages per member, every member named, at least `min_pages` each, their sum at most the pool.
+            revision: the sender's number of this target. An older one than the recorded is STALE; the same one again is
+                the same target and changes nothing.
+
+        Raises:
+            ValueError: goals that no pool of this size can meet.
+        """
+        with self.lock:
+            self.check_open()
+            if set(goals) != set(self.members):
+                raise ValueError(f"goals must name {', '.join(self.members)}, got {', '.join(goals)}")
+            if any(n < self.min_pages for n in goals.values()) or sum(goals.values()) > self.pages:
+                raise ValueError(
+                    f"goals must be at least {self.min_pages} pages each and {self.pages} together, got {dict(goals)}"
+                )
+            if self._revision is not None and revision < self._revision:
+                return TargetStatus.STALE
+            if self._revision is None or revision > self._revision:
+                self._revision = revision
+                for member, name in enumerate(self.members):
+                    self.state.goal[member] = goals[name]
+            reached = np.array_equal(self.state.goal, self.state.owned) and not self.state.n_draining.any()
+            return TargetStatus.APPLIED if reached else TargetStatus.DEFERRED
+
+    def migrate(self, budget: int, now_ns: int | None = None) -> Migration:
+        """Move at most `budget` pages towards the recorded goals.
+
+        Args:
+            budget: most pages taken from their owners, and most given, by this call.
+            now_ns: the caller's clock, for the time limit of draining; the monotonic clock by default.
+        """
+        if budget < 0:
+            raise ValueError(f"budget must be at least 0 pages, got {budget}")
+        with self.lock:
+            self.check_open()
+            now = time.monotonic_ns() if now_ns is None else now_ns
+            caches = [cache for cache in self._caches if cache is not None]
+            freed = 0
+            for cache in caches:
+                freed += cache.release(budget - freed, now, self.drain_limit_ns)
+            granted = 0
+            for cache in caches:
+                granted += cache.accept(budget - granted)
+            return Migration(freed, granted, self.backlog, int(self.state.n_draining.sum()))
+
+    @property
+    def backlog(self) -> int:
+        """Pages still to move before every member has its goal."""
+        over = np.maximum(self.state.owned - self.state.goal, 0).sum()
+        under = np.maximum(self.state.goal - self.state.owned, 0).sum()
+        return int(max(over, under))
+
+    @property
+    def alpha(self) -> float:
+        """Share of the pool that the first member owns now."""
+        return float(self.state.owned[0] / self.pages)
+
+    def owned(self, name: str) -> int:
+        """Pages that the member owns now, draining ones included."""
+        return int(self.state.owned[self.members.index(name)])
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody owns."""
+        return int(self.state.scalars[kernels.FREE_COUNT])
+
+    def page(self, page: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of one page, without a copy; valid until its generation changes."""
+        self.check_open()
+        if self.storage is None:
+            raise ValueError("the pool was made with payload=False: it keeps no bytes")
+        if not 0 <= page < self.pages:
+            raise ValueError(f"page must be in [0, {self.pages}), got {page}")
+        return self.storage[page * self.page_bytes : (page + 1) * self.page_bytes]
+
+    def metadata_bytes(self) -> int:
+        """Bytes of the pool's own metadata."""
+        return sum(array.nbytes for array in self.state)

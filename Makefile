@@ -1,0 +1,55 @@
+# Set-up, demo, tests and checks of a checkout; `make` alone lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A file, not the folder .venv: it is written last, so that a set-up which was cut short is taken up again.
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo     trace, training, export, evaluation and report in one go, into demo-output/"
+	@echo "make test     the whole test suite"
+	@echo "make lint     ruff and mypy"
+	@echo "make format   let ruff lay out the code"
+	@echo "make install  only make .venv (the others do it themselves)"
+	@echo "make clean    remove .venv, caches and builds; keeps demo-output/ and runs/"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "error: there is no $(PYTHON); install Python 3.11 or newer (Debian: apt-get install python3 python3-venv)," \
+			"or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: helm-rl needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+			"name a newer one: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "error: $(PYTHON) cannot make virtual environments; install its venv module (Debian: apt-get install python3-venv)" \
+			>&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/helm-rl demo --output demo-output --overwrite
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,7 +27,7 @@ FRONT_DOOR = "helm_rl/cli.py"
 def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
     """Yield (line, dotted name) of all that `source`, a module in `package`, imports, wherever it stands.
 
-    Seen are `import`, `from ... import` (relative ones resolved), `import_module` and `__import__` of a literal.
+    Seen are `import`, `from ... import` (relative ones resolved), `import_module` and `__import__`.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -107,7 +107,7 @@ def test_only_the_front_door_names_modules_above_helm_rl() -> None:
 
 @pytest.mark.parametrize("folder", [*MAY_IMPORT, "tests"])
 def test_the_packages_that_are_imported_are_ours(folder: str) -> None:
-    """The registry has packages named envs, eval, train, checkpoints; and `tests/envs` must not shadow `envs`."""
+    """The registry has packages named envs, eval, train, checkpoints; and `tests/envs` must not shadow envs."""
     module = importlib.import_module(folder)
     assert module.__file__ is not None
     assert Path(module.__file__).resolve() == ROOT / folder / "__init__.py"

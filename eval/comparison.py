@@ -1,0 +1,419 @@
+"""Controllers side by side on the same arrivals: statics, the per-segment optimum, a policy; and the figures
+that follow.
+
+Per seed: the arrivals are drawn once, every static is replayed on them, then the optimum of each segment as a
+schedule, then the policies. What is quoted over seeds is the interquartile mean with a bootstrap interval.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from eval.segments import LEAST_SEGMENT_REQUESTS, Gap, Run, gap
+from eval.statistics import Floats, bootstrap_interval, interquartile_mean, standard_error
+from eval.sweep import STEP, Curve, Sweep, Work, pooled_curve, sweep_adaptively
+from helm_rl.control.protocol import Controller
+from helm_rl.control.schedule import ScheduledAlpha
+from helm_rl.errors import UserError
+from helm_rl.figures import Figure
+from helm_rl.scenario import scenario_hash
+
+if TYPE_CHECKING:
+    from helm_rl.scenario import Scenario
+    from helm_rl.workloads.trace import Trace
+
+FAMILY = "default"
+ROUTER = "single"
+"""One node, so nothing is routed."""
+
+SEEDS_FROM = 1_000_000
+STEADY_SEEDS_FROM = 2_000_000
+"""Arrivals are drawn from these seeds up: the evaluated ones, and the Steady ones on which the deployable
+static is chosen. Training draws from small seeds, so nothing is judged on arrivals that it was fitted to.
+"""
+
+POLICY = "policy"
+HALF = "half_static"
+DEPLOYABLE = "deployable_static"
+HINDSIGHT = "hindsight_static"
+OPTIMUM = "segment_optimum"
+
+REFERENCE = "the best of every static and the per-segment optimum, replayed"
+"""What regret and headroom are measured against, until the full reference schedule is built."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: key names it in the figures, title heads it, meaning says in a line what it is."""
+
+    key: str
+    title: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Contestant(Row):
+    """A controller to evaluate, started at the deployable static's alpha.
+
+    make returns a new one for each replay; origin says where it comes from; trained_on is the hash of the one
+    trace that it was trained on, None where it was trained on generated arrivals or not at all.
+    """
+
+    make: Callable[[], Controller]
+    origin: str = ""
+    trained_on: str | None = None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One quoted number: how it is called in the figures, its unit, which way is good."""
+
+    key: str
+    unit: str
+    better: Literal["lower", "higher"]
+
+
+METRICS = (
+    Metric("p99_ms", "ms", "lower"),
+    Metric("p50_ms", "ms", "lower"),
+    Metric("windowed_p99_ms", "ms", "lower"),
+    Metric("slo", "share", "higher"),
+    Metric("throughput", "requests/s", "higher"),
+    Metric("ratio_gap", "alpha", "lower"),
+    Metric("ratio_gap_transition", "alpha", "lower"),
+    Metric("flat_gap", "alpha", "lower"),
+    Metric("flat_gap_transition", "alpha", "lower"),
+    Metric("regret", "ratio", "lower"),
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number over seeds: interquartile mean, its 95 % bootstrap interval (None with one seed), the values per
+    seed.
+    """
+
+    value: float
+    interval: tuple[float, float] | None
+    per_seed: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """Everything replayed on one draw of arrivals.
+
+    runs: by controller key; alphas: the fixed alpha of those that have one; reference_key, reference_p99_ms:
+    the best of every static and the per-segment optimum (a static is named static_<alpha>); rechecked: keys of
+    controllers that beat the reference and gave the same P99 when replayed again.
+    """
+
+    seed: int | None
+    trace_hash: str
+    requests: int
+    sweep: Sweep
+    runs: dict[str, Run]
+    alphas: dict[str, float]
+    reference_key: str
+    reference_p99_ms: float
+    rechecked: tuple[str, ...]
+
+    def gaps(self, key: str, half: Literal["transition", "settled"], span: int | None = None) -> Gap:
+        """Distance of a controller's alpha to the best one over one half of a span, or of all spans (None)."""
+        chosen = range(len(self.sweep.part.spans)) if span is None else [span]
+        windows = []
+        for index in chosen:
+            where = self.sweep.part.spans[index]
+            bounds = (where.start_ns, where.middle_ns, where.end_ns)
+            windows.append(bounds[:2] if half == "transition" else bounds[1:])
+        best = [self.sweep.settled[index].best for index in chosen]
+        flat = [self.sweep.settled[index].flat for index in chosen]
+        return gap(self.runs[key], windows, best, flat)
+
+    def metric(self, key: str, metric: str) -> float:
+        """One metric (METRICS) of one controller on these arrivals."""
+        run = self.runs[key]
+        match metric:
+            case "p99_ms" | "p50_ms" | "windowed_p99_ms" | "slo":
+                return float(getattr(run, metric))
+            case "throughput":
+                return run.throughput_per_s
+            case "ratio_gap":
+                return self.gaps(key, "settled").ratio
+            case "ratio_gap_transition":
+                return self.gaps(key, "transition").ratio
+            case "flat_gap":
+                return self.gaps(key, "settled").flat
+            case "flat_gap_transition":
+                return self.gaps(key, "transition").flat
+            case "regret":
+                return run.p99_ms / self.reference_p99_ms - 1.0
+            case _:
+                raise KeyError(metric)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The whole evaluation. rows: those of the table, in order; deployable_basis: how that static's alpha was
+    chosen.
+    """
+
+    scenario: Scenario
+    pattern: str
+    rows: tuple[Row, ...]
+    results: tuple[SeedResult, ...]
+    deployable: float
+    deployable_basis: str
+    steady: Curve | None
+    step: float
+    notes: tuple[str, ...] = field(default=())
+
+    def estimate(self, key: str, metric: str) -> Estimate:
+        """One metric of one controller over the seeds."""
+        return estimate([result.metric(key, metric) for result in self.results])
+
+    def ratio(self, key: str, to: str) -> Estimate:
+        """P99 of one controller divided by that of another on the same arrivals, over the seeds."""
+        return estimate([result.runs[key].p99_ms / result.runs[to].p99_ms for result in self.results])
+
+    def headroom(self) -> tuple[float, float]:
+        """Mean of 1 - P99(reference) / P99(hindsight static), and its standard error (NaN with one seed)."""
+        rooms = [1.0 - result.reference_p99_ms / result.runs[HINDSIGHT].p99_ms for result in self.results]
+        return float(np.mean(rooms)), standard_error(rooms)
+
+    def best_alphas(self) -> Floats:
+        """alpha* of each span by seed, float64[seeds, spans]; recorded arrivals are one seed."""
+        return np.array([[curve.best for curve in result.sweep.settled] for result in self.results])
+
+    def noise_floor(self) -> Floats:
+        """Standard deviation of alpha* over the seeds, float64[spans]; NaN with one seed."""
+        stars = self.best_alphas()
+        if len(stars) < 2:
+            return np.full(stars.shape[1], np.nan)
+        return stars.std(axis=0, ddof=1)
+
+    def figures(self) -> dict[str, Figure]:
+        """Every figure of DESIGN section 7 that this evaluation knows, by name. No timing is among them."""
+        pattern = f"{FAMILY}.{figure_word(self.pattern)}"
+        found: dict[str, Figure] = {}
+        for row in self.rows:
+            for metric in METRICS:
+                value = self.estimate(row.key, metric.key).value
+                name = f"{pattern}.{ROUTER}.{row.key}.{metric.key}"
+                found[name] = Figure(value, metric.unit, metric.better)
+        headroom, error = self.headroom()
+        found[f"{pattern}.headroom"] = Figure(headroom, "ratio", "higher")
+        found[f"{pattern}.headroom_error"] = Figure(error, "ratio", "lower")
+        found[f"{pattern}.noise_floor"] = Figure(float(np.mean(self.noise_floor())), "alpha", "lower")
+        if any(row.key == POLICY for row in self.rows):
+            for static in (DEPLOYABLE, HINDSIGHT):
+                value = self.ratio(POLICY, static).value
+                found[f"{pattern}.p99_vs_{static}"] = Figure(value, "ratio", "lower")
+        return found
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Summarise one value per seed."""
+    return Estimate(interquartile_mean(values), bootstrap_interval(values), tuple(values))
+
+
+def figure_word(name: str) -> str:
+    """Turn any name into one part of a figure's name: lower case, letters, digits and underscores."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "unnamed"
+
+
+def steady_scenario(scenario: Scenario) -> Scenario:
+    """The family's Steady load: the same scenario at its first base rate, without drift and phases."""
+    load = scenario.load.model_copy(update={"phase": (), "rate_end": None})
+    return scenario.model_copy(update={"name": "steady", "load": load})
+
+
+def compare(
+    scenario: Scenario,
+    work: Work,
+    *,
+    seeds: int = 3,
+    first_seed: int = 1,
+    trace: Trace | None = None,
+    policies: Sequence[Contestant] = (),
+    step: float = STEP,
+) -> Comparison:
+    """Evaluate `policies` beside the statics and the per-segment optimum.
+
+    Arguments:
+        scenario: what serves, under which SLO and control limits; also the load, unless `trace` is given.
+        work: where the replays run.
+        seeds, first_seed: draws of arrivals, and the number of the first; a recorded trace is one draw.
+        trace: recorded arrivals in place of generated ones.
+        step: spacing of alpha around a minimum.
+
+    Raises:
+        UserError: No seed, a trace or a segment with too few requests, a step out of range.
+        RuntimeError: A controller that beat the reference did not do so again in a second replay.
+    """
+    if seeds < 1:
+        raise UserError(f"--seeds must be at least 1, got {seeds}")
+    if trace is not None and seeds != 1:
+        raise UserError(f"a recorded trace is one set of arrivals: --seeds must be 1 with --trace, got {seeds}")
+
+    draws: list[tuple[int | None, Trace | None]]
+    steady: Curve | None = None
+    if trace is None:
+        draws = [(SEEDS_FROM + first_seed + index, None) for index in range(seeds)]
+        steady, deployable = _steady_optimum(scenario, work, min(seeds, 2), first_seed, step)
+        basis = f"least P99 on the Steady load ({scenario.load.rate:g} requests/s, no phases), other arrivals"
+        pattern = scenario.name
+    else:
+        draws = [(None, trace)]
+        deployable, basis = float("nan"), "least P99 on the first quarter of the recorded arrivals"
+        pattern = trace.meta.name
+
+    half = min(max(0.5, scenario.control.alpha_min), scenario.control.alpha_max)
+    results = []
+    rows: tuple[Row, ...] = ()
+    notes: list[str] = []
+    for index, (seed, recorded) in enumerate(draws):
+        work.describe(f"arrivals {index + 1} of {len(draws)}: statics")
+        arrivals = recorded if recorded is not None else _generate(scenario, seed)
+        also = [half] if trace is not None else [half, deployable]
+        swept = sweep_adaptively(scenario, arrivals, work, step, also, opening=trace is not None)
+        if trace is not None:
+            deployable = swept.opening.best
+        work.describe(f"arrivals {index + 1} of {len(draws)}: controllers")
+        rows = (*policies, *_fixed_rows(half, deployable))
+        results.append(_controllers(scenario, arrivals, work, seed, swept, half, deployable, policies))
+        if swept.part.sparse and trace is None:
+            raise UserError(
+                f"scenario {scenario.name}: {swept.part.sparse} of its segments hold too few requests for a "
+                f"P99 (at least {LEAST_SEGMENT_REQUESTS} in each half); raise load.rate or lengthen the phases"
+            )
+        if swept.part.sparse:
+            notes.append(f"{swept.part.sparse} segments hold too few requests for a P99 and were left out")
+    hashes = {result.trace_hash for result in results}
+    notes += [
+        f"the {policy.title} was trained on these very arrivals, so its figures flatter it"
+        for policy in policies
+        if policy.trained_on in hashes
+    ]
+    beaten = sorted({key for result in results for key in result.rechecked})
+    if beaten:
+        titles = " and ".join(row.title for row in rows if row.key in beaten)
+        notes.append(f"the {titles} beat the reference on some arrivals; a second replay gave the same P99")
+    return Comparison(scenario, pattern, rows, tuple(results), deployable, basis, steady, step, tuple(notes))
+
+
+def provenance(comparison: Comparison) -> dict[str, str]:
+    """What was run, for a reader who wants to run it again: scenario and trace hashes, seeds, grid."""
+    results = comparison.results
+    drawn = ", ".join(str(result.seed) for result in results if result.seed is not None)
+    return {
+        "scenario": f"{comparison.scenario.name}, sha256 {scenario_hash(comparison.scenario)}",
+        "arrivals": f"seeds {drawn}" if drawn else "recorded",
+        "trace": ", ".join(f"sha256 {result.trace_hash}" for result in results),
+        "requests measured": ", ".join(f"{result.requests:,}" for result in results),
+        "statics replayed": ", ".join(str(len(result.sweep.runs)) for result in results),
+        "step of alpha": f"{comparison.step:g}",
+        **{row.title: row.origin for row in comparison.rows if isinstance(row, Contestant) and row.origin},
+        "deployable static": f"alpha {comparison.deployable:.2f}: {comparison.deployable_basis}",
+    }
+
+
+def _generate(scenario: Scenario, seed: int | None) -> Trace:
+    from helm_rl.workloads.generate import generate
+
+    return generate(scenario, seed=seed)
+
+
+def _steady_optimum(scenario: Scenario, work: Work, draws: int, first_seed: int, step: float) -> tuple[Curve, float]:
+    """Sweep the Steady load and return its curve, averaged over the draws, and the alpha at its minimum."""
+    steady = steady_scenario(scenario)
+    swept = []
+    for index in range(draws):
+        work.describe(f"Steady arrivals {index + 1} of {draws}: statics")
+        arrivals = _generate(steady, STEADY_SEEDS_FROM + first_seed + index)
+        swept.append(sweep_adaptively(steady, arrivals, work, step))
+    pooled = pooled_curve(swept, step)
+    return pooled, pooled.best
+
+
+def _fixed_rows(half: float, deployable: float) -> tuple[Row, ...]:
+    """The rows that stand beside every policy, in the order of the table."""
+    return (
+        Row(HALF, f"static {half:.2g}", "half of the pool to each cache, or as near to it as the bounds allow"),
+        Row(
+            DEPLOYABLE,
+            "deployable static",
+            f"alpha {deployable:.2f}: the best that an operator can set without knowing the load to come",
+        ),
+        Row(
+            HINDSIGHT,
+            "hindsight static",
+            "the best static on these very arrivals, which nobody knows beforehand",
+        ),
+        Row(
+            OPTIMUM,
+            "per-segment optimum",
+            "goes to each segment's best alpha the moment it begins; replayed, its transitions included",
+        ),
+    )
+
+
+def _controllers(
+    scenario: Scenario,
+    trace: Trace,
+    work: Work,
+    seed: int | None,
+    swept: Sweep,
+    half: float,
+    deployable: float,
+    policies: Sequence[Contestant],
+) -> SeedResult:
+    """Replay the schedule of segment optima and the policies, and put them beside the statics."""
+    part = swept.part
+    stars = [curve.best for curve in swept.settled]
+    begins = np.array([span.start_ns for span in part.spans], dtype=np.int64)
+    begins[0] = min(int(begins[0]), int(trace.arrival_ns[0]))  # the first one also rules the warm-up
+    schedule = ScheduledAlpha(begins, np.array(stars))
+    replay_seed = seed or 0
+    starts: list[tuple[Controller, float, int]] = [(schedule, stars[0], replay_seed)]
+    starts += [(policy.make(), deployable, replay_seed) for policy in policies]
+    optimum, *found = work.run(scenario, trace, part, starts)
+
+    hindsight = swept.hindsight
+    runs = {policy.key: run for policy, run in zip(policies, found, strict=True)}
+    runs |= {
+        HALF: swept.runs[half],
+        DEPLOYABLE: swept.runs[deployable],
+        HINDSIGHT: swept.runs[hindsight],
+        OPTIMUM: optimum,
+    }
+    best_static = swept.runs[hindsight].p99_ms
+    if optimum.p99_ms < best_static:
+        reference_key, reference = OPTIMUM, optimum.p99_ms
+    else:
+        reference_key, reference = f"static_{hindsight:g}", best_static
+
+    # "An offline optimum worse than an online policy, unnoticed" (FAULTS, Training 12): noticed, and replayed
+    # again.
+    better = [policy for policy in policies if runs[policy.key].p99_ms < reference]
+    again = work.run(scenario, trace, part, [(policy.make(), deployable, replay_seed) for policy in better])
+    for policy, run in zip(better, again, strict=True):
+        if run.p99_ms != runs[policy.key].p99_ms:
+            raise RuntimeError(
+                f"{policy.title}: the same arrivals gave a P99 of {runs[policy.key].p99_ms} ms, then of {run.p99_ms} ms"
+            )
+    return SeedResult(
+        seed=seed,
+        trace_hash=trace.hash(),
+        requests=part.requests,
+        sweep=swept,
+        runs=runs,
+        alphas={HALF: half, DEPLOYABLE: deployable, HINDSIGHT: hindsight},
+        reference_key=reference_key,
+        reference_p99_ms=reference,
+        rechecked=tuple(policy.key for policy in better),
+    )

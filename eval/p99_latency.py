@@ -1,0 +1,67 @@
+"""`helm-rl eval p99`: tail latency of a policy beside the statics and the per-segment optimum, on the same
+arrivals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from eval.command import EvalArgs, console, evaluate, footnotes, headline, percent
+from eval.comparison import Comparison, Estimate
+
+
+@dataclass
+class Args(EvalArgs):
+    """Measure P99 latency of a policy beside static splits of the memory, on the same arrivals.
+
+    Figures (--json): default.<pattern>.single.<controller>.<figure>, where <pattern> is the name of the
+    scenario or of the recorded trace, <controller> is policy, half_static, deployable_static, hindsight_static
+    or segment_optimum, and <figure> is p99_ms, p50_ms, windowed_p99_ms (mean over 10 s windows), slo,
+    throughput, ratio_gap, ratio_gap_transition, flat_gap, flat_gap_transition or regret; and
+    default.<pattern>.{headroom, headroom_error, noise_floor, p99_vs_deployable_static,
+    p99_vs_hindsight_static}.
+    """
+
+
+def main(args: Args) -> None:
+    """Run the evaluation, print its table, write the files asked for."""
+    comparison = evaluate(args)
+    out = console()
+    out.print(headline(comparison))
+    out.print(latency_table(comparison))
+    for line in footnotes(comparison):
+        out.print(line, style="dim")
+
+
+def latency_table(comparison: Comparison) -> Table:
+    """One line per controller: tail, median, windowed tail, SLO, throughput, regret."""
+    table = Table(title=f"{comparison.pattern}: latency of measured requests, SLO {comparison.scenario.slo_ms:g} ms")
+    table.add_column("controller")
+    for heading in ("P99 ms", "P50 ms", "mean P99 of 10 s, ms", "within SLO", "served/s", "regret"):
+        table.add_column(heading, justify="right")
+    for row in comparison.rows:
+        found = {
+            key: comparison.estimate(row.key, key)
+            for key in ("p99_ms", "p50_ms", "windowed_p99_ms", "slo", "throughput", "regret")
+        }
+        table.add_row(
+            row.title,
+            with_interval(found["p99_ms"]),
+            f"{found['p50_ms'].value:.1f}",
+            f"{found['windowed_p99_ms'].value:.1f}",
+            f"{100 * found['slo'].value:.2f} %",
+            f"{found['throughput'].value:.1f}",
+            percent(found["regret"].value),
+        )
+    return table
+
+
+def with_interval(measured: Estimate, digits: int = 1) -> str:
+    """Show a value and, where there is one, its interval."""
+    text = f"{measured.value:.{digits}f}"
+    if measured.interval is None:
+        return text
+    low, high = measured.interval
+    return f"{text} ({low:.{digits}f} to {high:.{digits}f})"

@@ -1,0 +1,122 @@
+"""`helm-rl eval ratio-gap`: how far a policy's alpha is from the best one of each segment, settled and in
+transition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from rich.table import Table
+
+from eval.command import EvalArgs, console, evaluate, footnotes, headline
+from eval.comparison import POLICY, Comparison
+from eval.segments import FlatSet
+
+
+@dataclass
+class Args(EvalArgs):
+    """Measure how far a policy's split of the memory is from the best split of each segment.
+
+    The best split, alpha*, of a segment is the minimum of the smoothed P99 over replayed statics; its flat set
+    is every alpha within 2 % of that minimum. The second half of a segment is called settled, the first the
+    transition.
+
+    Figures (--json): those of `helm-rl eval p99`; here the ones that matter are
+    default.<pattern>.single.<controller>.{ratio_gap, ratio_gap_transition, flat_gap, flat_gap_transition} and
+    default.<pattern>.noise_floor, the standard deviation of alpha* over the draws.
+    """
+
+
+def main(args: Args) -> None:
+    """Run the evaluation, print its tables, write the files asked for."""
+    comparison = evaluate(args)
+    out = console()
+    out.print(headline(comparison))
+    out.print(gap_table(comparison))
+    out.print(segment_table(comparison))
+    for line in footnotes(comparison):
+        out.print(line, style="dim")
+
+
+def gap_table(comparison: Comparison) -> Table:
+    """One line per controller: mean distance of alpha to alpha* and to the flat set, by half."""
+    table = Table(title=f"{comparison.pattern}: mean distance of alpha to the best one")
+    table.add_column("controller")
+    for heading in ("|alpha - alpha*| settled", "in transition", "to the flat set, settled", "in transition"):
+        table.add_column(heading, justify="right")
+    for row in comparison.rows:
+        keys = ("ratio_gap", "ratio_gap_transition", "flat_gap", "flat_gap_transition")
+        table.add_row(row.title, *(f"{comparison.estimate(row.key, key).value:.3f}" for key in keys))
+    return table
+
+
+def segment_table(comparison: Comparison) -> Table:
+    """One line per segment: alpha*, its noise floor, the flat set, and the policy's distance where there is
+    one.
+    """
+    table = Table(title="the best alpha of each segment")
+    for heading, justify in (("segment", "left"), ("from s", "right"), ("to s", "right"), ("alpha*", "right")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for heading in ("noise floor", "flat set", "P99 at alpha*, ms"):
+        table.add_column(heading, justify="right")
+    policy = any(row.key == POLICY for row in comparison.rows)
+    if policy:
+        table.add_column("policy, settled", justify="right")
+    for segment in segments(comparison):
+        cells = [
+            segment.label,
+            f"{segment.start_s:.0f}",
+            f"{segment.end_s:.0f}",
+            f"{segment.best:.3f}".rstrip("0"),
+            f"{segment.noise_floor:.3f}" if np.isfinite(segment.noise_floor) else "-",
+            show_flat(segment.flat),
+            f"{segment.p99_ms:.1f}",
+        ]
+        table.add_row(*cells, *([f"{segment.policy_gap:.3f}"] if policy else []))
+    return table
+
+
+@dataclass(frozen=True)
+class SegmentSummary:
+    """One segment over all draws: mean alpha*, its noise floor; flat set and P99 of the first draw; the
+    policy's gap.
+    """
+
+    label: str
+    start_s: float
+    end_s: float
+    best: float
+    noise_floor: float
+    flat: FlatSet
+    p99_ms: float
+    policy_gap: float
+
+
+def segments(comparison: Comparison) -> list[SegmentSummary]:
+    """Summarise each segment; policy_gap is NaN where no policy was evaluated."""
+    first = comparison.results[0]
+    stars, noise = comparison.best_alphas().mean(axis=0), comparison.noise_floor()
+    policy = any(row.key == POLICY for row in comparison.rows)
+    found = []
+    for index, (span, curve) in enumerate(zip(first.sweep.part.spans, first.sweep.settled, strict=True)):
+        gaps = [result.gaps(POLICY, "settled", index).ratio for result in comparison.results] if policy else []
+        found.append(
+            SegmentSummary(
+                label=span.label,
+                start_s=span.start_ns / 1e9,
+                end_s=span.end_ns / 1e9,
+                best=float(stars[index]),
+                noise_floor=float(noise[index]),
+                flat=curve.flat,
+                p99_ms=float(curve.smooth_ms.min()),
+                policy_gap=float(np.mean(gaps)) if gaps else float("nan"),
+            )
+        )
+    return found
+
+
+def show_flat(flat: FlatSet) -> str:
+    """Show a flat set: `.56 to .64`, or several such, or single alphas."""
+    parts = [f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}" for low, high in flat]
+    return ", ".join(parts)

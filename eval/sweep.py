@@ -1,0 +1,294 @@
+"""Statics over a grid of alphas on the same arrivals, their smoothed P99 curves, and the best alpha of each
+segment.
+
+alpha* (DESIGN section 6, CONTRACTS "alpha* and the reference schedule"): ln P99 over alpha is smoothed by a
+local quadratic; its minimum is alpha*, and the alphas within 2 % of it are the flat set. Every alpha is
+replayed from the start of the warm-up, so each segment is met with caches that this alpha has filled. A segment
+is judged by its settled half: what an overload of the segment before left in the queue is not this segment's
+doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from eval.segments import FlatSet, Measured, Run, measured_part, reduce_replay
+from eval.statistics import Floats
+from helm_rl.control.protocol import Controller
+from helm_rl.control.static import StaticAlpha
+from helm_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from envs.serving.replay import Replay
+    from helm_rl.scenario import Scenario
+    from helm_rl.workloads.trace import Trace
+
+STEP = 0.02
+"""Spacing of the alphas around a minimum."""
+COARSE_STEP = 0.1
+"""Spacing of the first look at the whole range."""
+REACH = 5
+"""Steps on either side of a minimum that must be replayed, and half the width of the smoothing window."""
+FLAT = 1.02
+"""P99s up to this multiple of the least one belong to the flat set."""
+
+
+class ReplayFunction(Protocol):
+    """`envs.serving.replay.replay`, or what stands in for it in a test."""
+
+    def __call__(self, scenario: Scenario, trace: Trace, controller: Controller, *, alpha0: float, seed: int) -> Replay:
+        """Replay `trace` from `alpha0` under `controller`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Curve:
+    """P99 against alpha.
+
+    alphas: float64[k], ascending; p99_ms: float64[k], as measured; smooth_ms: float64[k], smoothed where the
+    grid is fine and as measured elsewhere; best: the alpha at the least smoothed P99; flat: the flat set around
+    it.
+    """
+
+    alphas: Floats
+    p99_ms: Floats
+    smooth_ms: Floats
+    best: float
+    flat: FlatSet
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Every static of one trace.
+
+    runs: alpha -> its replay, ascending; whole: over the whole run; opening: over the first quarter; settled:
+    one curve per span of `part`, over its settled half.
+    """
+
+    part: Measured
+    runs: dict[float, Run]
+    whole: Curve
+    opening: Curve
+    settled: tuple[Curve, ...]
+
+    @property
+    def hindsight(self) -> float:
+        """The alpha with the least P99 of the whole run, as measured: the strongest static there is."""
+        return min(self.runs, key=lambda alpha: self.runs[alpha].p99_ms)
+
+
+class Work:
+    """Replays on threads (the simulator releases the GIL), counted on one progress bar.
+
+    jobs: replays at a time, at least 1; replay: the function that replays; None takes the simulator's.
+    """
+
+    def __init__(self, jobs: int = 2, progress: Progress | None = None, replay: ReplayFunction | None = None) -> None:
+        if jobs < 1:
+            raise UserError(f"--jobs must be at least 1, got {jobs}")
+        if replay is None:
+            from envs.serving.replay import replay as simulator
+
+            replay = simulator
+        self._replay: ReplayFunction = replay
+        self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="replay")
+        self._progress = progress
+        self._task = progress.add_task("replays", total=None) if progress is not None else None
+        self._planned = 0
+
+    def close(self) -> None:
+        """Drop what has not begun and wait for what has."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._progress is not None and self._task is not None:
+            self._progress.remove_task(self._task)
+
+    def describe(self, text: str) -> None:
+        """Say on the bar what runs now."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=text)
+
+    def run(
+        self,
+        scenario: Scenario,
+        trace: Trace,
+        part: Measured,
+        starts: Sequence[tuple[Controller, float, int]],
+    ) -> list[Run]:
+        """Replay `trace` once per (controller, alpha0, seed); return the runs in that order."""
+        self._planned += len(starts)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, total=self._planned)
+
+        def one(start: tuple[Controller, float, int]) -> Run:
+            controller, alpha0, seed = start
+            replayed = self._replay(scenario, trace, controller, alpha0=alpha0, seed=seed)
+            run = reduce_replay(replayed, trace, part, scenario.slo_ms)
+            if self._progress is not None and self._task is not None:
+                self._progress.advance(self._task)
+            return run
+
+        return list(self._pool.map(one, starts))
+
+
+@contextmanager
+def working(jobs: int, replay: ReplayFunction | None = None) -> Iterator[Work]:
+    """Yield a `Work` with a progress bar on stderr; an exception drops what is queued."""
+    from rich.console import Console
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("replays"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        work = Work(jobs, progress, replay)
+        try:
+            yield work
+        finally:
+            work.close()
+
+
+def sweep(
+    scenario: Scenario,
+    trace: Trace,
+    alphas: Iterable[float],
+    jobs: int = 2,
+    progress: Progress | None = None,
+    replay: ReplayFunction | None = None,
+) -> Sweep:
+    """Replay `trace` at each of `alphas` (any order, duplicates once) and return the curves over them."""
+    work = Work(jobs, progress, replay)
+    try:
+        part = measured_part(trace)
+        runs = _replay_statics(scenario, trace, part, alphas, {}, work)
+        return _curves(part, runs, STEP)
+    finally:
+        work.close()
+
+
+def sweep_adaptively(
+    scenario: Scenario,
+    trace: Trace,
+    work: Work,
+    step: float = STEP,
+    also: Iterable[float] = (),
+    opening: bool = False,
+) -> Sweep:
+    """Replay a coarse grid, then `step` around the minimum of the whole run and of every segment, until each is
+    enclosed.
+
+    Enclosed: REACH steps on both sides of the minimum, and one step beyond each alpha of its flat set, have
+    been replayed (or the range ends there). also: alphas to replay besides, such as .5; opening: enclose the
+    minimum of the first quarter too.
+    """
+    part = measured_part(trace)
+    grid = alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, step)
+    every = max(1, round(COARSE_STEP / step))
+    coarse = sorted({*grid[::every], grid[-1], *(round(alpha, 6) for alpha in also)})
+    runs = _replay_statics(scenario, trace, part, coarse, {}, work)
+    while True:
+        found = _curves(part, runs, step)
+        wanted: set[float] = set()
+        for each in (found.whole, *found.settled, *([found.opening] if opening else [])):
+            wanted |= _near(grid, [each.best], REACH)
+            wanted |= _near(grid, [alpha for alpha in each.alphas if _in_flat(alpha, each.flat)], 1)
+        missing = wanted - runs.keys()
+        if not missing:
+            return found
+        runs = _replay_statics(scenario, trace, part, missing, runs, work)
+
+
+def alpha_grid(alpha_min: float, alpha_max: float, step: float) -> list[float]:
+    """Multiples of `step` from alpha_min up, and alpha_max; UserError if the step is not within .005 to .2."""
+    if not 0.005 <= step <= 0.2:
+        raise UserError(f"--step must lie in 0.005 to 0.2, got {step}")
+    count = int(np.floor((alpha_max - alpha_min) / step + 1e-9)) + 1
+    return sorted({*(round(alpha_min + index * step, 6) for index in range(count)), round(alpha_max, 6)})
+
+
+def curve(alphas: npt.ArrayLike, p99_ms: npt.ArrayLike, step: float = STEP) -> Curve:
+    """Smooth one P99 curve and find its best alpha and flat set. alphas ascending, p99_ms > 0, both [k], k >=
+    1.
+    """
+    at = np.asarray(alphas, dtype=np.float64)
+    measured = np.asarray(p99_ms, dtype=np.float64)
+    smooth = np.exp(smooth_log(at, np.log(measured), REACH * step))
+    least = int(np.argmin(smooth))
+    inside = smooth <= FLAT * smooth[least]
+    flat: list[tuple[float, float]] = []
+    for index in np.flatnonzero(inside):
+        joins = flat and inside[index - 1] and at[index] - at[index - 1] <= 1.5 * step
+        flat[-1:] = [(flat[-1][0], float(at[index]))] if joins else [*flat[-1:], (float(at[index]),) * 2]
+    return Curve(at, measured, smooth, float(at[least]), tuple(flat))
+
+
+def pooled_curve(sweeps: Sequence[Sweep], step: float = STEP) -> Curve:
+    """The whole-run curve over several traces: mean ln P99 at the alphas that all of them replayed."""
+    shared = sorted(set.intersection(*(set(found.runs) for found in sweeps)))
+    logs = [[np.log(found.runs[alpha].p99_ms) for alpha in shared] for found in sweeps]
+    return curve(shared, np.exp(np.mean(logs, axis=0)), step)
+
+
+def smooth_log(at: Floats, log_p99: Floats, reach: float) -> Floats:
+    """Fit a quadratic around each alpha to the points within `reach` (tricube weights) and return its values,
+    float64[k].
+
+    A point with fewer than four in reach, itself included, keeps its own value: a quadratic through the far
+    points of a coarse grid would dip below all of them beside a cliff.
+    """
+    smooth = log_p99.copy()
+    for index, centre in enumerate(at):
+        distance = np.abs(at - centre) / (reach * (1.0 + 1.0 / (2 * REACH)))
+        near = distance < 1.0
+        if near.sum() < 4:
+            continue
+        weight = np.sqrt((1.0 - distance[near] ** 3) ** 3)
+        offset = at[near] - centre
+        basis = np.stack([np.ones_like(offset), offset, offset**2], axis=1)
+        fitted, *_ = np.linalg.lstsq(basis * weight[:, None], log_p99[near] * weight, rcond=None)
+        smooth[index] = fitted[0]
+    return smooth
+
+
+def _replay_statics(
+    scenario: Scenario,
+    trace: Trace,
+    part: Measured,
+    alphas: Iterable[float],
+    known: dict[float, Run],
+    work: Work,
+) -> dict[float, Run]:
+    missing = sorted({float(alpha) for alpha in alphas} - known.keys())
+    found = work.run(scenario, trace, part, [(StaticAlpha(alpha), alpha, 0) for alpha in missing])
+    return dict(sorted({**known, **dict(zip(missing, found, strict=True))}.items()))
+
+
+def _curves(part: Measured, runs: dict[float, Run], step: float) -> Sweep:
+    alphas = list(runs)
+    whole = curve(alphas, [run.p99_ms for run in runs.values()], step)
+    settled = np.array([run.settled_p99_ms for run in runs.values()])
+    opening = curve(alphas, [run.opening_p99_ms for run in runs.values()], step)
+    return Sweep(part, runs, whole, opening, tuple(curve(alphas, column, step) for column in settled.T))
+
+
+def _near(grid: list[float], centres: Iterable[float], steps: int) -> set[float]:
+    """The points of `grid` within `steps` places of the point nearest to each centre."""
+    found: set[float] = set()
+    for centre in centres:
+        index = int(np.argmin(np.abs(np.array(grid) - centre)))
+        found.update(grid[max(0, index - steps) : index + steps + 1])
+    return found
+
+
+def _in_flat(alpha: float, flat: FlatSet) -> bool:
+    return any(low <= alpha <= high for low, high in flat)

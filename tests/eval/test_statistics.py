@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eval.statistics import bootstrap_interval, interquartile_mean, quantile_ms, standard_error, survival_curve
+
+
+def test_quantile_is_an_observed_value_at_the_nearest_rank() -> None:
+    values = np.arange(1, 201, dtype=np.float32)[::-1]
+    assert quantile_ms(values, 0.99) == 198.0
+    assert quantile_ms(values, 0.5) == 100.0
+    assert quantile_ms(values, 1.0) == 200.0
+    assert quantile_ms(values, 0.001) == 1.0
+    assert np.isnan(quantile_ms(np.empty(0, np.float32), 0.5))
+
+
+def test_quantile_rank_is_not_pushed_up_by_rounding() -> None:
+    # .07 * 100 is 7.000000000000001 in float64: the 7th smallest is meant, not the 8th.
+    assert quantile_ms(np.arange(1, 101, dtype=np.float64), 0.07) == 7.0
+
+
+def test_quantile_refuses_a_percentage() -> None:
+    with pytest.raises(ValueError, match="99"):
+        quantile_ms(np.ones(3), 99)
+
+
+def test_survival_curve_counts_requests_at_or_above() -> None:
+    latency, share = survival_curve(np.array([5.0, 1.0, 2.0, 10.0]), points=50)
+    assert latency.tolist() == [1.0, 2.0, 5.0, 10.0]
+    assert share.tolist() == [1.0, 0.75, 0.5, 0.25]
+    empty, none = survival_curve(np.empty(0))
+    assert empty.size == none.size == 0
+
+
+def test_survival_curve_is_thin_for_a_million_requests() -> None:
+    latency, share = survival_curve(np.arange(1_000_000, dtype=np.float32))
+    assert latency.size <= 240
+    assert share[0] == 1.0
+    assert share[-1] == 1e-6
+    assert latency[-1] == 999_999.0
+
+
+def test_interquartile_mean_weighs_its_edges() -> None:
+    assert interquartile_mean([1.0, 2.0, 3.0, 1000.0]) == 2.5
+    # n = 5: the middle half is 2.5 values wide: .75 of the 2nd, the 3rd, .75 of the 4th.
+    assert interquartile_mean([0.0, 4.0, 10.0, 20.0, 1e9]) == pytest.approx((0.75 * 4 + 10 + 0.75 * 20) / 2.5)
+    assert interquartile_mean([7.0]) == 7.0
+    assert interquartile_mean([1.0, 2.0]) == 1.5
+    assert np.isnan(interquartile_mean([]))
+
+
+def test_bootstrap_interval_is_seeded_and_near_the_normal_one() -> None:
+    values = np.random.default_rng(3).normal(100.0, 10.0, size=60)
+    first = bootstrap_interval(values, seed=1)
+    assert first == bootstrap_interval(values, seed=1)
+    assert first != bootstrap_interval(values, seed=2)
+    assert first is not None
+    low, high = first
+    assert low < interquartile_mean(values) < high
+    # The IQM of a normal sample has an efficiency of about .84: sd = 10 / sqrt(60 * .84) = 1.41, interval +-
+    # 2.8.
+    assert 3.5 < high - low < 8.0
+
+
+def test_one_seed_has_no_interval() -> None:
+    assert bootstrap_interval([1.0]) is None
+    assert bootstrap_interval([1.0, float("nan")]) is None
+    assert np.isnan(standard_error([1.0]))
+    assert standard_error([1.0, 3.0]) == pytest.approx(1.0)

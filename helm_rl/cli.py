@@ -36,16 +36,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "trace inspect": Command("traces", "helm_rl.workloads.commands:inspect", "say what is in a trace"),
     "train base": Command("training", "train.ppo_base:main", "train the base policy with PPO"),
-    "export": Command(
-        "training", "helm_rl.export:main", "turn a training run into a bundle that can be served"
-    ),
+    "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle that can be served"),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),
     "eval ratio-gap": Command(
         "measuring", "eval.ratio_gap:main", "distance of a policy's split from each segment's best one"
     ),
-    "bench env": Command(
-        "measuring", "eval.bench_env:main", "simulated requests per second, and where the time goes"
-    ),
+    "bench env": Command("measuring", "eval.bench_env:main", "simulated requests per second, and where the time goes"),
     "demo": Command("all of it", "eval.demo:main", "trace, training, export, evaluation and report in one go"),
 }
 
@@ -189,9 +185,7 @@ def _help() -> str:
 def _group_help(group: str) -> str:
     rows = [f"  {name:<16}  {command.summary}" for name, command in _members(group).items()]
     usage = f"usage: {PROGRAM} {group} COMMAND [options]"
-    return "\n".join(
-        [usage, "", *rows, "", f"{PROGRAM} {group} COMMAND --help explains a command and its options."]
-    )
+    return "\n".join([usage, "", *rows, "", f"{PROGRAM} {group} COMMAND --help explains a command and its options."])
 
 
 def _members(group: str) -> dict[str, Command]:

@@ -47,9 +47,7 @@ def upward(source: str, package: str) -> list[tuple[int, str]]:
     allowed = MAY_IMPORT[package.partition(".")[0]]
     ours = {*MAY_IMPORT, "tests"}
     found = imports(source, package)
-    return [
-        (line, name) for line, name in found if (top := name.partition(".")[0]) in ours and top not in allowed
-    ]
+    return [(line, name) for line, name in found if (top := name.partition(".")[0]) in ours and top not in allowed]
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)

@@ -141,27 +141,21 @@ def test_help_answers_in_half_a_second_and_imports_the_standard_library_alone() 
     took_s = []
     for _ in range(3):
         start_s = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "helm_rl.cli", "--help"], check=True, capture_output=True, cwd=ROOT
-        )
+        subprocess.run([sys.executable, "-m", "helm_rl.cli", "--help"], check=True, capture_output=True, cwd=ROOT)
         took_s.append(time.perf_counter() - start_s)
     assert min(took_s) < 0.5
     program = (
         "import sys; before = set(sys.modules); import helm_rl.cli; helm_rl.cli.main(['--help']);"
         "print(); print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT
-    ).stdout
+    out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT).stdout
     imported = set(out.splitlines()[-1].split())
     assert "helm_rl" in imported
     assert imported - set(sys.stdlib_module_names) == {"helm_rl"}
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_of_the_table_is_there_and_explains_itself(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_of_the_table_is_there_and_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main([*name.split(), "--help"])
     assert stop.value.code == 0
@@ -280,9 +274,7 @@ def test_what_is_not_a_bug_is_one_sentence(
     assert lines_of_error(capsys) == [said]
 
 
-@pytest.mark.parametrize(
-    ("what", "kind"), [("bug", ValueError), ("library", OSError), ("module", ModuleNotFoundError)]
-)
+@pytest.mark.parametrize(("what", "kind"), [("bug", ValueError), ("library", OSError), ("module", ModuleNotFoundError)])
 def test_a_bug_keeps_its_traceback(probe: list[str], what: str, kind: type[Exception]) -> None:
     with pytest.raises(kind):
         cli.main(["probe", "run", "--what", what])

@@ -29,9 +29,7 @@ def write_half(path: Path, error: BaseException) -> None:
 
 def killed(program: str, folder: Path) -> None:
     """Run `program` in `folder` until it says "now", then kill it with SIGKILL; fail if it ends by itself."""
-    with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=folder, stdout=subprocess.PIPE, text=True
-    ) as child:
+    with subprocess.Popen([sys.executable, "-c", program], cwd=folder, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "now\n"
         child.kill()
@@ -98,9 +96,7 @@ def test_a_disk_that_fills_while_writing_leaves_the_old_content(tmp_path: Path) 
         "try:\n    write_text(Path('a.txt'), 'x' * 1_000_000)\n"
         "except OSError as error:\n    print(error.errno)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == f"{errno.EFBIG}\n"
     assert content(tmp_path) == {"a.txt": "old"}
 
@@ -183,9 +179,7 @@ def test_a_folder_whose_last_step_fails_is_put_back(tmp_path: Path, monkeypatch:
     assert content(tmp_path) == {"bundle/a": "old"}
 
 
-def test_a_folder_on_a_full_disk_leaves_the_old_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_on_a_full_disk_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "bundle"
     path.mkdir()
     (path / "a").write_text("old")

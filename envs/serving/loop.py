@@ -1,0 +1,210 @@
+"""The compiled loop of a node: requests in order of arrival through caches, link and accelerator."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_engine.backends.cpu import embedding, ghost, kv
+from cache_engine.backends.cpu.embedding import EmbeddingScratch, EmbeddingState
+from cache_engine.backends.cpu.ghost import GhostState
+from cache_engine.backends.cpu.kv import KvState
+from cache_engine.backends.cpu.pool import PoolState
+from cache_engine.jit import kernel
+from envs.serving import latency
+from envs.serving.latency import QueueState
+from envs.serving.rows import RowState, candidate_rows, history_rows
+
+# NodeState.params
+FLOP_PER_TOKEN = 0
+FLOP_PER_PAIR = 1
+ROW_BYTES = 2
+ROWS_PER_TOKEN = 3
+CANDIDATES = 4
+TICK_NS = 5
+PAGES_PER_TICK = 6
+N_PARAMS = 7
+
+# NodeState.clocks
+NEXT_REQUEST = 0
+NEXT_TICK_NS = 1
+N_CLOCKS = 2
+
+# NodeState.window, reset by the reader
+ARRIVALS = 0
+RETURNING = 1
+TOKENS = 2
+TOKENS_HIT = 3
+ROWS = 4
+ROWS_HIT = 5
+MOVED = 6  # pages
+BUDGET = 7  # fraction of a page carried from tick to tick; not reset
+N_WINDOW = 8
+
+TAIL, HOT = 0, 1
+# Sampled lookups over which a class's miss rate is smoothed: its standard error is below .004.
+_SMOOTHING = 20_000.0
+_DRAIN_LIMIT_NS = np.int64(10_000_000_000)
+
+
+class NodeState(NamedTuple):
+    """What a node keeps beside caches and queues. n requests, B sampled rows at most."""
+
+    params: npt.NDArray[np.float64]
+    clocks: npt.NDArray[np.int64]
+    window: npt.NDArray[np.float64]
+    miss_rate: npt.NDArray[np.float64]  # [2] smoothed, of TAIL and HOT
+    keys: npt.NDArray[np.int64]  # [B]
+    tables: npt.NDArray[np.int16]  # [B] zeros
+    arrival_ns: npt.NDArray[np.int64]  # [n]
+    user: npt.NDArray[np.int64]  # [n]
+    phase: npt.NDArray[np.int32]  # [n]
+    history: npt.NDArray[np.int32]  # [n] tokens
+    new: npt.NDArray[np.int32]  # [n] tokens
+    returning: npt.NDArray[np.bool_]  # [n] the user came within the last 60 s
+
+
+@kernel
+def run(
+    node: NodeState,
+    queue: QueueState,
+    rows: RowState,
+    pool: PoolState,
+    emb: EmbeddingState,
+    scratch: EmbeddingScratch,
+    kvs: KvState,
+    emb_ghost: GhostState,
+    kv_ghost: GhostState,
+    until_ns: int,
+) -> None:
+    """Serve every request that arrives before `until_ns`, moving pages tick by tick, and the queues until then."""
+    clocks = node.clocks
+    n = node.arrival_ns.size
+    i = clocks[NEXT_REQUEST]
+    while True:
+        now = node.arrival_ns[i] if i < n else until_ns
+        if now >= until_ns:
+            break
+        _migrate_until(node, pool, emb, kvs, now)
+        latency.advance(queue, node.arrival_ns, now)
+        _serve(node, queue, rows, pool, emb, scratch, kvs, emb_ghost, kv_ghost, i)
+        i += 1
+    clocks[NEXT_REQUEST] = i
+    _migrate_until(node, pool, emb, kvs, until_ns)
+    latency.advance(queue, node.arrival_ns, until_ns)
+
+
+@kernel
+def _migrate_until(node: NodeState, pool: PoolState, emb: EmbeddingState, kvs: KvState, now_ns: int) -> None:
+    """Move pages on every tick up to `now_ns`, at most the budget on each; the same steps as `HbmPool.migrate`."""
+    clocks = node.clocks
+    window = node.window
+    while clocks[NEXT_TICK_NS] <= now_ns:
+        tick = clocks[NEXT_TICK_NS]
+        clocks[NEXT_TICK_NS] += np.int64(node.params[TICK_NS])
+        window[BUDGET] += node.params[PAGES_PER_TICK]
+        budget = np.int64(window[BUDGET])
+        window[BUDGET] -= budget
+        e, k = emb.scalars[embedding.MEMBER], kvs.scalars[kv.MEMBER]
+        if pool.owned[e] == pool.goal[e] and pool.owned[k] == pool.goal[k]:
+            continue
+        freed = embedding.release_pages(emb, pool, budget, tick, _DRAIN_LIMIT_NS)
+        kv.release_pages(kvs, pool, budget - freed)
+        granted = embedding.accept_pages(emb, pool, budget)
+        granted += kv.accept_pages(kvs, pool, budget - granted)
+        window[MOVED] += granted
+
+
+@kernel
+def _serve(
+    node: NodeState,
+    queue: QueueState,
+    rows: RowState,
+    pool: PoolState,
+    emb: EmbeddingState,
+    scratch: EmbeddingScratch,
+    kvs: KvState,
+    emb_ghost: GhostState,
+    kv_ghost: GhostState,
+    i: int,
+) -> None:
+    params = node.params
+    window = node.window
+    user = node.user[i]
+    phase = np.int64(node.phase[i])
+    history = np.int64(node.history[i])
+    window[ARRIVALS] += 1
+    if node.returning[i]:
+        window[RETURNING] += 1
+    if latency.full(queue):
+        latency.shed(queue, i)
+        return
+
+    # Newest events were never computed, so they cannot be found.
+    old = history - np.int64(node.new[i])
+    prefix = kv.lookup(kvs, pool, user, 0, old)
+    window[TOKENS] += history
+    window[TOKENS_HIT] += prefix
+    pages = float(-(-history // kvs.scalars[kv.PAGE_TOKENS]))
+    ghost.access(kv_ghost, user, pages, pages)
+
+    keys = node.keys
+    tail, hot = history_rows(rows, keys, i, user, phase, prefix, history)
+    n = tail + hot
+    candidates = np.int64(params[CANDIDATES])
+    hot_end = candidate_rows(rows, keys, n, i, phase, candidates, HOT)
+    end = candidate_rows(rows, keys, hot_end, i, phase, candidates, TAIL)
+    embedding.lookup(emb, pool, scratch, node.tables, keys, end)
+    misses_tail = 0
+    misses_hot = 0
+    for j in range(end):
+        miss = scratch.miss[j] >= 0
+        ghost.access(emb_ghost, keys[j], 1.0, 1.0)
+        if miss:
+            if tail <= j < hot_end:
+                misses_hot += 1
+            else:
+                misses_tail += 1
+    _learn(node.miss_rate, TAIL, end - hot_end + tail, misses_tail)
+    _learn(node.miss_rate, HOT, hot_end - tail, misses_hot)
+
+    # The request is charged the expected misses of its rows: a sample's own would add noise that no real request has.
+    tokens = history - prefix
+    total = float(tokens + candidates) * params[ROWS_PER_TOKEN]
+    fraction = rows.hot_fraction[phase]
+    missing = total * (
+        (1.0 - fraction) * rows.tail_share[0] * node.miss_rate[TAIL] + fraction * node.miss_rate[HOT]
+    )
+    window[ROWS] += total
+    window[ROWS_HIT] += total - missing
+
+    kv.extend(kvs, pool, user, 0, history)
+    pairs = float(tokens) * (float(prefix) + 0.5 * float(tokens)) + float(candidates) * float(history)
+    flop = params[FLOP_PER_TOKEN] * float(tokens + candidates) + params[FLOP_PER_PAIR] * pairs
+    latency.admit(queue, i, node.arrival_ns[i], missing * params[ROW_BYTES], flop)
+
+
+@kernel
+def _learn(miss_rate: npt.NDArray[np.float64], part: int, lookups: int, misses: int) -> None:
+    """Smooth a class's miss rate over the last lookups."""
+    if lookups > 0:
+        weight = min(1.0, lookups / _SMOOTHING)
+        miss_rate[part] += weight * (misses / lookups - miss_rate[part])
+
+
+@kernel
+def fill(
+    pool: PoolState, emb: EmbeddingState, scratch: EmbeddingScratch, keys: npt.NDArray[np.int64], tables: npt.NDArray[np.int16], strata: int
+) -> None:
+    """Fill the embedding cache with the most popular rows, the most popular last: a warm start."""
+    slots = pool.owned[emb.scalars[embedding.MEMBER]] * emb.scalars[embedding.ROWS_PER_PAGE]
+    key = min(strata, slots) - 1
+    while key >= 0:
+        n = 0
+        while n < keys.size and key >= 0:
+            keys[n] = key
+            key -= 1
+            n += 1
+        embedding.lookup(emb, pool, scratch, tables, keys, n)

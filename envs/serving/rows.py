@@ -1,0 +1,250 @@
+"""Which embedding rows a request reads, and the sample of them that the node simulates.
+
+A history may read 50,000 rows, so the node simulates a sample. Rows of the popularity law fall into three parts:
+
+- the head, the `head` most popular rows, which any partition holds all the time: counted as hits, not simulated;
+- the tail: cut into strata of 1 / rate neighbouring ranks, each simulated as one row. A sampled row stands for 1 / rate
+  rows, and the simulated cache has `rate` times the slots, so its hit rate is that of the whole (SHARDS, Waldspurger et
+  al., FAST 2015; strata instead of a hash leave less noise);
+- the hot set of a phase, each row equally likely: cut into strata of the same width.
+
+What a user's token reads is a function of (user, token) alone, so a history that is read again reads the same rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_engine.hashing import mix, mix2, reduce_range
+from cache_engine.jit import kernel
+from helm_rl.workloads.trace import Trace
+
+LAW, ITEMS, BLOCKS = 0, 1, 2
+_CONTENT = {"law": LAW, "items": ITEMS, "blocks": BLOCKS}
+_BINS = 1 << 14
+_HOT_KEY = np.int64(1) << np.int64(60)  # keys of hot sets lie apart from those of the tail
+_UNIT = 1.0 / 2.0**53
+_S11 = np.uint64(11)
+_CANDIDATES = np.uint64(0xC0FFEE)
+
+
+class RowState(NamedTuple):
+    """The law as the kernels draw from it. Q equal-probability bins of the tail, F phases."""
+
+    content: npt.NDArray[np.int64]  # [1] LAW, ITEMS, BLOCKS
+    edges: npt.NDArray[np.float64]  # [Q + 1] strata at the edges of the bins
+    tail_share: npt.NDArray[np.float64]  # [1] share of the law's draws that fall into the tail
+    rate: npt.NDArray[np.float64]  # [1] sampled rows per row
+    features: npt.NDArray[np.int64]  # [1] rows per token
+    hot_fraction: npt.NDArray[np.float64]  # [F]
+    hot_strata: npt.NDArray[np.int64]  # [F]
+    block_tokens: npt.NDArray[np.int64]  # [1] tokens per content block
+    stream_start: npt.NDArray[np.int64]  # [users + 1] ITEMS: where each user's items begin in `stream`; else [1]
+    stream: npt.NDArray[np.int64]  # ITEMS: item codes, user by user in order of time
+    item_start: npt.NDArray[np.int64]  # [n + 1] BLOCKS: item_offsets of the trace
+    items: npt.NDArray[np.int64]  # BLOCKS, ITEMS: item_values of the trace
+
+
+@dataclass(frozen=True)
+class RowModel:
+    """Rows of one trace under one sampling rate."""
+
+    state: RowState
+    strata: int  # rows of the tail that are simulated
+    max_rows: int  # most sampled rows of one request
+
+
+def build_rows(
+    trace: Trace, *, features: int, candidates: int, page_tokens: int, rate: float, head: int, zipf: float, items: int
+) -> RowModel:
+    """Prepare the rows of `trace`.
+
+    Args:
+        trace: the requests; its content says where the rows of a history come from.
+        features: embedding rows per token.
+        candidates: items scored per request, each of `features` rows.
+        page_tokens: tokens of a KV page: histories are read in blocks of this many.
+        rate: sampled rows per row.
+        head: most popular rows that are taken as always resident; 0 for content "items".
+        zipf, items: exponent and number of rows of the law, where the trace does not bring its own.
+    """
+    meta = trace.meta
+    content = _CONTENT[meta.content]
+    exponent = zipf if meta.zipf_items is None else meta.zipf_items
+    rows = items if meta.law_items is None else meta.law_items
+    head = 0 if content == ITEMS else min(head, rows - 1)
+    edges, tail_share = _tail(exponent, rows, head, rate)
+    stream_start, stream = _streams(trace) if content == ITEMS else (np.zeros(1, np.int64), np.zeros(0, np.int64))
+    state = RowState(
+        content=np.array([content], np.int64),
+        edges=edges,
+        tail_share=np.array([tail_share]),
+        rate=np.array([rate]),
+        features=np.array([features], np.int64),
+        hot_fraction=np.array([p.hot_fraction for p in meta.phases]),
+        hot_strata=np.array([max(1, round(p.hot_items * rate)) for p in meta.phases], np.int64),
+        block_tokens=np.array([meta.block_tokens if content == BLOCKS else page_tokens], np.int64),
+        stream_start=stream_start,
+        stream=stream,
+        item_start=trace.item_offsets,
+        items=trace.item_values,
+    )
+    longest = int(trace.history_tokens.max(initial=0))
+    blocks = longest // int(state.block_tokens[0]) + 2
+    per_token = features * rate
+    per_block = int(state.block_tokens[0]) * per_token
+    most = blocks * (2 * per_block + 4) + candidates * per_token * 2 + 4 + longest * (int(per_token) + 1)
+    return RowModel(state, max(1, int(edges[-1])), int(most))
+
+
+def _tail(exponent: float, rows: int, head: int, rate: float) -> tuple[npt.NDArray[np.float64], float]:
+    """Return the strata at the edges of equal-probability bins of ranks (head, rows], and the tail's share."""
+    tiny = 1e-9
+
+    def integral(rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:  # of x^-exponent from 1/2
+        if abs(exponent - 1.0) < tiny:
+            return np.log(rank / 0.5)
+        return (rank ** (1 - exponent) - 0.5 ** (1 - exponent)) / (1 - exponent)
+
+    low, high = integral(np.array([head + 0.5, rows + 0.5]))
+    mass = low + np.arange(_BINS + 1) / _BINS * (high - low)
+    if abs(exponent - 1.0) < tiny:
+        rank = 0.5 * np.exp(mass)
+    else:
+        rank = (0.5 ** (1 - exponent) + (1 - exponent) * mass) ** (1 / (1 - exponent))
+    strata = np.maximum.accumulate(np.clip((rank - head - 0.5) * rate, 0.0, (rows - head) * rate))
+    return strata, float((high - low) / high)
+
+
+def _streams(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return every user's items in order of time, one user after the other."""
+    counts = np.diff(trace.item_offsets)
+    order = np.argsort(trace.user, kind="stable")
+    per_user = np.bincount(trace.user, weights=counts, minlength=trace.meta.users).astype(np.int64)
+    start = np.concatenate([[0], np.cumsum(per_user)])
+    taken = counts[order]
+    source = np.repeat(trace.item_offsets[:-1][order], taken)
+    within = np.arange(source.size) - np.repeat(np.cumsum(taken) - taken, taken)
+    return start, trace.item_values[source + within]
+
+
+@kernel
+def history_rows(
+    rows: RowState, keys: npt.NDArray[np.int64], request: int, user: int, phase: int, first: int, last: int
+) -> tuple[int, int]:
+    """Write the sampled rows of tokens [first, last) of the request's history to `keys`.
+
+    Returns how many of the tail, then how many of the hot set; the tail's come first.
+    """
+    if last <= first:
+        return 0, 0
+    if rows.content[0] == ITEMS:
+        return _item_rows(rows, keys, 0, rows.stream, rows.stream_start[user] + first, rows.stream_start[user] + last), 0
+    width = rows.block_tokens[0]
+    fraction = rows.hot_fraction[phase]
+    per_block = width * rows.features[0] * rows.rate[0]
+    n = 0
+    for part in range(2):
+        share = (1.0 - fraction) * rows.tail_share[0] if part == 0 else fraction
+        if share == 0.0:
+            continue
+        for block in range(first // width, (last - 1) // width + 1):
+            seed = _block_seed(rows, request, user, block)
+            if part == 1:
+                seed = mix2(seed, np.uint64(phase) + _CANDIDATES)
+            n = _draw(rows, keys, n, seed, per_block * share, part, phase, width, first - block * width, last - block * width)
+        if part == 0:
+            tail = n
+    return tail, n - tail
+
+
+@kernel
+def candidate_rows(
+    rows: RowState, keys: npt.NDArray[np.int64], start: int, request: int, phase: int, candidates: int, part: int
+) -> int:
+    """Write the sampled rows of the request's candidates from `start` on, of the tail or (part 1) the hot set.
+
+    Candidates are drawn anew for each request: from the law, or (content "items") from the items of the log. Returns
+    the new length.
+    """
+    seed = mix2(np.uint64(request), _CANDIDATES + np.uint64(part))
+    if rows.content[0] == ITEMS:
+        if part == 1:
+            return start
+        for c in range(candidates):
+            at = reduce_range(mix2(seed, np.uint64(c)), rows.items.size)
+            start = _item_rows(rows, keys, start, rows.items, at, at + 1)
+        return start
+    fraction = rows.hot_fraction[phase]
+    share = (1.0 - fraction) * rows.tail_share[0] if part == 0 else fraction
+    if share == 0.0:
+        return start
+    mean = candidates * rows.features[0] * rows.rate[0] * share
+    return _draw(rows, keys, start, seed, mean, part, phase, 1, 0, 1)
+
+
+@kernel
+def _block_seed(rows: RowState, request: int, user: int, block: int) -> np.uint64:
+    if rows.content[0] == BLOCKS:
+        at = rows.item_start[request] + block
+        if at < rows.item_start[request + 1]:
+            return mix(np.uint64(rows.items[at]))
+    return mix2(np.uint64(user), np.uint64(block))
+
+
+@kernel
+def _draw(
+    rows: RowState,
+    keys: npt.NDArray[np.int64],
+    n: int,
+    seed: np.uint64,
+    mean: float,
+    part: int,
+    phase: int,
+    width: int,
+    first: int,
+    last: int,
+) -> int:
+    """Draw `mean` sampled rows for a block (rounded at random, by its seed); keep those of tokens [first, last)."""
+    edges = rows.edges
+    bins = edges.size - 1
+    count = int(mean)
+    if (mix(seed) >> _S11) * _UNIT < mean - count:
+        count += 1
+    whole = first <= 0 and last >= width
+    for j in range(count):
+        bits = mix2(seed, np.uint64(j + 1))
+        if not whole:
+            token = reduce_range(mix(bits), width)
+            if token < first or token >= last:
+                continue
+        if part == 1:
+            keys[n] = _HOT_KEY + (np.int64(phase) << np.int64(40)) + reduce_range(bits, rows.hot_strata[phase])
+        else:
+            at = (bits >> _S11) * _UNIT * bins
+            b = int(at)
+            keys[n] = np.int64(edges[b] + (at - b) * (edges[b + 1] - edges[b]))
+        n += 1
+    return n
+
+
+@kernel
+def _item_rows(
+    rows: RowState, keys: npt.NDArray[np.int64], n: int, items: npt.NDArray[np.int64], first: int, last: int
+) -> int:
+    """Write the sampled rows of items[first:last]: each item's rows are sampled by its hash, the same ones each time."""
+    mean = rows.features[0] * rows.rate[0]
+    count = int(mean)
+    for t in range(first, last):
+        item = items[t]
+        k = count
+        if (mix(np.uint64(item)) >> _S11) * _UNIT < mean - count:
+            k += 1
+        for j in range(k):
+            keys[n] = item * rows.features[0] + j
+            n += 1
+    return n

@@ -19,7 +19,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 def _whole(value: Any) -> Any:
-    """TOML writes large counts as 3e8, which is a float: take it where it is whole, and never a bool or a string."""
+    """TOML writes large counts as 3e8, which is a float: take it where it is whole; no bool, no string."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
@@ -119,6 +119,11 @@ class LoadSection(_Section):
     new_tokens_mean: Annotated[Real, Field(ge=1, le=10_000)] = 4.0  # events appended per request
     phase: tuple[LoadPhase, ...] = ()
 
+    @property
+    def parts(self) -> tuple[LoadSection | LoadPhase, ...]:
+        """The base load and its phases, in the order of a trace's phase column."""
+        return (self, *self.phase)
+
     @model_validator(mode="after")
     def _check(self) -> LoadSection:
         if self.history_mean > 0.95 * self.history_max:
@@ -129,11 +134,9 @@ class LoadSection(_Section):
             raise ValueError(
                 f"new_tokens_mean = {self.new_tokens_mean:g} must be at most history_max = {self.history_max}"
             )
-        hot = [part.hot_items for part in (self, *self.phase) if part.hot_fraction > 0]
+        hot = [part.hot_items for part in self.parts if part.hot_fraction > 0]
         if sum(hot) > self.items:
-            raise ValueError(
-                f"the hot sets hold {sum(hot)} items together, but there are only items = {self.items}"
-            )
+            raise ValueError(f"the hot sets hold {sum(hot)} items together, but there are only items = {self.items}")
         return self
 
 
@@ -167,10 +170,9 @@ class Scenario(_Section):
             end_s = phase.start_s + phase.seconds
             if end_s > self.seconds * (1 + 1e-12):
                 raise ValueError(
-                    f"load.phase[{index}] ends at {end_s:g} s, after the scenario's end at seconds = {self.seconds:g}"
+                    f"load.phase[{index}] ends at {end_s:g} s, after the end at seconds = {self.seconds:g}"
                 )
-        rates = [(part.rate, part.rate_end or 0.0) for part in (self.load, *self.load.phase)]
-        if not any(rate > 0 or rate_end > 0 for rate, rate_end in rates):
+        if not any(part.rate > 0 or (part.rate_end or 0) > 0 for part in self.load.parts):
             raise ValueError("load.rate is 0 and no phase adds load: there would be no request")
         return self
 
@@ -181,10 +183,8 @@ def scenario_names() -> list[str]:
 
 
 def scenario_hash(scenario: Scenario) -> str:
-    """Return the sha256 (hex) of the scenario's canonical JSON: equal for equal fields, whatever the file looked like."""
-    text = json.dumps(
-        scenario.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True
-    )
+    """Return the sha256 (hex) of the canonical JSON: equal for equal fields, however the file was written."""
+    text = json.dumps(scenario.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
@@ -220,9 +220,7 @@ def _read(path: Path) -> str:
             raise UserError(f"{path} is not a file; a scenario is a TOML file")
         size = path.stat().st_size
         if size > _MAX_FILE_BYTES:
-            raise UserError(
-                f"{path} holds {size} bytes, too many for a scenario (a TOML file of at most 1 MiB)"
-            )
+            raise UserError(f"{path} holds {size} bytes, too many for a scenario (a TOML file of at most 1 MiB)")
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
@@ -280,9 +278,7 @@ def _fields_at(location: Sequence[str | int]) -> list[str]:
         if isinstance(part, int):
             continue
         annotation = model.model_fields[part].annotation
-        model = next(
-            t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel)
-        )
+        model = next(t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel))
     return list(model.model_fields)
 
 

@@ -1,9 +1,10 @@
 """The seeded generator: a scenario's load, drawn as visits of users, as a trace.
 
-Users come for visits. Visits start as a Poisson process; a visit has a geometric number of requests with exponential pauses
-between them. Both are memoryless, so the visits that are under way at any instant of a stationary load are a Poisson number,
-each with a fresh exponential pause before its next request and a fresh geometric number of requests to come. A load therefore
-starts in its steady state exactly, without simulating what came before.
+Users come for visits. Visits start as a Poisson process; a visit has a geometric number of requests with
+exponential pauses between them. Both are memoryless, so the visits that are under way at any instant of a
+stationary load are a Poisson number, each with a fresh exponential pause before its next request and a
+fresh geometric number of requests to come. A load therefore starts in its steady state exactly, without
+simulating what came before.
 """
 
 from __future__ import annotations
@@ -56,12 +57,16 @@ class _Rate:
 def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     """Draw the scenario's load over [-warm_s, seconds); the part before 0 is warm-up.
 
-    seed: overrides the scenario's. The base load of a seed is the same whether or not there are phases beside it. A load
-    whose rate falls faster than its visits end (a mean of (requests_per_visit - 1) * think_s seconds) cannot follow: it
-    stops new visits and exceeds the rate asked by those under way.
+    seed: overrides the scenario's. The base load of a seed is the same whether or not there are phases
+    beside it. A load whose rate falls faster than its visits end (they last (requests_per_visit - 1) *
+    think_s seconds in the mean) cannot follow: no new visits start, and it exceeds the rate asked by those
+    under way.
 
-    Items are drawn from the Zipf law, the most popular item being code 0. A hot set is a stretch of codes in the middle of
-    the range, where no item was popular before, each of its items equally likely; phases have disjoint sets.
+    Items are drawn from the Zipf law, the most popular item being code 0. A hot set is a stretch of codes
+    in the middle of the range, where no item was popular before, each of its items equally likely; phases
+    have disjoint sets (meta.phases[i].hot_first, hot_items). A user's history before the trace depends on
+    his code alone.
+
     Raises UserError if the trace would be too large for memory or has no request.
     """
     seed = scenario.seed if seed is None else seed
@@ -75,12 +80,12 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     expected = sum(rate.requests(rate.start_s, rate.end_s) for rate in rates)
     if expected > MAX_REQUESTS or expected * load.new_tokens_mean > MAX_ITEMS:
         raise UserError(
-            f"scenario {scenario.name} asks for {expected:.3g} requests of {load.new_tokens_mean:g} items; a trace holds at "
-            f"most {MAX_REQUESTS:.0e} requests and {MAX_ITEMS:.0e} items: lower seconds or the rates"
+            f"scenario {scenario.name} asks for {expected:.3g} requests of {load.new_tokens_mean:g} items; "
+            f"a trace holds at most {MAX_REQUESTS:.0e} requests and {MAX_ITEMS:.0e} items: lower seconds or the rates"
         )
 
     phases = _phases(scenario, rates)
-    parts = [_requests(load, part, rates[i], phases[i], i, seed) for i, part in enumerate((load, *load.phase))]
+    parts = [_requests(load, part, rates[i], phases[i], i, seed) for i, part in enumerate(load.parts)]
     arrival_ns = np.concatenate([part.arrival_ns for part in parts])
     if arrival_ns.size == 0:
         raise UserError(f"scenario {scenario.name} with seed {seed} has no request: raise seconds or the rates")
@@ -96,9 +101,7 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
         arrival_ns=arrival_ns[order],
         user=user,
         tenant=np.zeros(user.size, dtype=np.int32),
-        phase=np.concatenate([np.full(part.user.size, i, dtype=np.int32) for i, part in enumerate(parts)])[
-            order
-        ],
+        phase=np.concatenate([np.full(part.user.size, i, dtype=np.int32) for i, part in enumerate(parts)])[order],
         history_tokens=history.astype(np.int32),
         new_tokens=new_tokens.astype(np.int32),
         item_offsets=offsets,
@@ -122,10 +125,11 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
 
 
 def zipf_codes(rng: np.random.Generator, count: int, exponent: float, items: int) -> IntArray:
-    """Draw `count` codes from 0..items-1 with P(code) proportional to (code + 1)^-exponent, exactly; int64 (count,).
+    """Draw `count` codes from 0..items-1 with P(code) proportional to (code + 1)^-exponent; int64 (count,).
 
-    Rejection from the integral of the law (Hoermann and Derflinger, "Rejection-inversion to generate variates from
-    monotone discrete distributions", ACM TOMACS 6(3), 1996): no table, so the cost does not depend on `items`.
+    Rejection from the integral of the law (Hoermann and Derflinger, "Rejection-inversion to generate
+    variates from monotone discrete distributions", ACM TOMACS 6(3), 1996): exact, and without a table, so
+    the cost does not depend on `items`.
     """
     if exponent == 0:
         return rng.integers(0, items, size=count, dtype=np.int64)
@@ -170,9 +174,7 @@ def _requests(
     inside = (arrival_ns >= phase.start_ns) & (arrival_ns < phase.end_ns)
     arrival_ns, visit = arrival_ns[inside], visit[inside]
     user = rng.integers(0, load.users, size=visits, dtype=np.int64)[visit]
-    new_tokens = np.minimum(rng.geometric(1 / load.new_tokens_mean, size=user.size), load.history_max).astype(
-        np.int64
-    )
+    new_tokens = np.minimum(rng.geometric(1 / load.new_tokens_mean, size=user.size), load.history_max).astype(np.int64)
     items = zipf_codes(rng, int(new_tokens.sum()), load.zipf_items, load.items)
     if phase.hot_fraction > 0:
         hot = rng.random(items.size) < phase.hot_fraction
@@ -185,8 +187,9 @@ def _arrivals(
 ) -> tuple[FloatArray, IntArray, int]:
     """Return times (s) of requests, the visit of each, and the number of visits; some times lie past the end.
 
-    The visits under way, n, gain a share q = 1 - 1 / per_visit of all requests and lose n / think_s a second. Visits start
-    at the rate that makes requests come at the rate asked, r(t) - n(t) / think_s, with n in closed form for a linear r.
+    The visits under way, n, gain a share q = 1 - 1 / per_visit of all requests and lose n / think_s a
+    second. Visits start at the rate that makes requests come at the rate asked, r(t) - n(t) / think_s, with
+    n in closed form for a linear r.
     """
     ends, continues = 1 / per_visit, 1 - 1 / per_visit
     # A drift that starts at the load's own start is joined in its own equilibrium, if there is one.
@@ -218,10 +221,10 @@ def _arrivals(
 def _phases(scenario: Scenario, rates: list[_Rate]) -> tuple[TracePhase, ...]:
     """Describe base load and phases, and place their hot sets."""
     load = scenario.load
-    hot_sets = [part.hot_items if part.hot_fraction > 0 else 0 for part in (load, *load.phase)]
+    hot_sets = [part.hot_items if part.hot_fraction > 0 else 0 for part in load.parts]
     first = min(load.items // 2, load.items - sum(hot_sets))
     phases = []
-    for index, (part, rate, hot_items) in enumerate(zip((load, *load.phase), rates, hot_sets, strict=True)):
+    for index, (part, rate, hot_items) in enumerate(zip(load.parts, rates, hot_sets, strict=True)):
         label = BASE if isinstance(part, LoadSection) else part.label or f"phase {index}"
         phases.append(
             TracePhase(
@@ -264,7 +267,7 @@ def _appended(user: IntArray, new_tokens: IntArray) -> IntArray:
 
 
 def _initial_history(load: LoadSection, user: IntArray) -> IntArray:
-    """Return the events each user had before the trace: lognormal in a hash of his code, mean `history_mean` after the cut."""
+    """Return the events each user had before the trace: lognormal, from a hash of his code; int64 (n,)."""
     if load.history_sigma == 0:
         return np.full(user.size, round(load.history_mean), dtype=np.int64)
     code = user.astype(np.uint64) * np.uint64(2)
@@ -275,7 +278,7 @@ def _initial_history(load: LoadSection, user: IntArray) -> IntArray:
 
 
 def _location(load: LoadSection) -> float:
-    """Return the mean of the logarithm with which min(lognormal, history_max) has the mean asked, by bisection."""
+    """Return the mean of the logarithm that gives min(lognormal, history_max) the mean asked, by bisection."""
     sigma, limit = load.history_sigma, load.history_max
 
     def below(z: float) -> float:

@@ -1,12 +1,14 @@
 """The trace: requests in columns, what is known about them, and their form on disk (Parquet).
 
-One Parquet row is one request. Tables of another length (the dictionaries from codes to source ids, feature tables) are cut
-into as many consecutive lists as there are rows, one list a row: a reader that concatenates a list column has the table back.
+One Parquet row is one request. Tables of another length (the dictionaries from codes to source ids, feature
+tables) are cut into as many consecutive lists as there are rows, one list a row: a reader that concatenates
+a list column has the table back.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -102,9 +104,9 @@ class Trace:
     """n requests in order of arrival, their m item references, and the meta data.
 
     Content says what `item_values` are, and so which embedding rows a history reads:
-    "law": the codes of the request's new events; the rows of a history follow from (user, token) through the Zipf law;
-    "items": the codes of the request's new events; a user's history is all his item_values so far, concatenated;
-    "blocks": the content blocks, `block_tokens` tokens each, of the whole history; rows follow from the block's id.
+    "law": the codes of its new events; the rows of a history follow from (user, token) through the Zipf law;
+    "items": the codes of its new events; a user's history is all his item_values so far, in order;
+    "blocks": the content blocks of its whole history, `block_tokens` tokens each; rows follow from the block's id.
     """
 
     arrival_ns: Int64Array  # (n,) scheduled; relative to meta.origin_ns; negative is possible; not decreasing
@@ -117,9 +119,7 @@ class Trace:
     item_values: Int64Array  # (m,) dense codes
     meta: TraceMeta
     feature_tables: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # small side tables, by name
-    user_ids: npt.NDArray[Any] | None = (
-        None  # (users,) int64 or uint64: code -> id in the source; None: codes are ids
-    )
+    user_ids: npt.NDArray[Any] | None = None  # (users,) int64 or uint64: code -> id in the source; None: codes are ids
     item_ids: npt.NDArray[Any] | None = None  # (items,)
 
     def __len__(self) -> int:
@@ -139,10 +139,10 @@ class Trace:
         return digest.hexdigest()
 
     def segments(self) -> list[Segment]:
-        """Cut the measured part at phase starts and ends; where the load drifts, or has no phases, in pieces of 60 s.
+        """Cut the measured part at phase edges, and in pieces of 60 s where the load drifts or has no phases.
 
-        The label of a segment joins those of the phases live in it by "+"; it is "base" where there is none. A last
-        piece shorter than 30 s is not left alone.
+        The label of a segment joins those of the phases live in it by "+"; it is "base" where there is none. A
+        remainder below 30 s belongs to the piece before it.
         """
         start_ns, end_ns = self.meta.measure_from_ns, self.end_ns
         base, *phases = self.meta.phases
@@ -152,7 +152,7 @@ class Trace:
             cuts.update(time for time in (phase.start_ns, phase.end_ns) if start_ns < time < end_ns)
         edges = sorted(cuts)
         segments = []
-        for left, right in zip(edges[:-1], edges[1:], strict=True):
+        for left, right in itertools.pairwise(edges):
             live = [phase for phase in phases if phase.start_ns <= left and phase.end_ns >= right]
             label = "+".join(phase.label for phase in live) or BASE
             pieces = 1
@@ -171,9 +171,7 @@ class Trace:
         """
         first, last = (int(i) for i in np.searchsorted(self.arrival_ns, [start_ns, end_ns], side="left"))
         if first >= last:
-            raise UserError(
-                f"no request of trace {self.meta.name} lies in [{start_ns / 1e9:g}, {end_ns / 1e9:g}) s"
-            )
+            raise UserError(f"no request of trace {self.meta.name} lies in [{start_ns / 1e9:g}, {end_ns / 1e9:g}) s")
 
         def clip(time_ns: int) -> int:
             return min(max(time_ns, start_ns), end_ns)
@@ -201,7 +199,7 @@ class Trace:
         )
 
     def validate(self) -> None:
-        """Check every invariant of the columns and the meta data; raise UserError naming the first that fails."""
+        """Check every invariant of columns and meta data; raise UserError naming the first that fails."""
         _check_meta(self.meta)
         _check_columns(self)
         for name, ids, size in (
@@ -215,7 +213,8 @@ class Trace:
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the trace as Parquet, aside and then renamed.
 
-        Raises UserError if an invariant fails, if `path` exists and `overwrite` is not set, or if it cannot be written.
+        Raises UserError if an invariant fails, if `path` exists and `overwrite` is not set, or if it cannot be
+        written.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -252,8 +251,9 @@ class Trace:
     def slices(path: str | Path, rows: int) -> Iterator[Trace]:
         """Yield the trace in consecutive slices of at most `rows` requests, in bounded memory.
 
-        A slice has the columns of its requests and the meta data of the whole; dictionaries and feature tables are not
-        in it (`load` has them). Raises UserError as `load` does, at the slice where the fault is met.
+        A slice has the columns of its requests and the meta data of the whole; dictionaries and feature
+        tables are not in it (`load` has them). Raises UserError as `load` does, at the slice where the
+        fault is met.
         """
         if rows < 1:
             raise UserError(f"a slice must hold at least 1 request, not {rows}")
@@ -277,9 +277,7 @@ class Trace:
 
     def _side_tables(self) -> dict[str, npt.NDArray[Any]]:
         return {
-            name: array
-            for name, array in self._arrays()
-            if name.endswith("_ids") or name.startswith(_TABLE_PREFIX)
+            name: array for name, array in self._arrays() if name.endswith("_ids") or name.startswith(_TABLE_PREFIX)
         }
 
     def _schema(self) -> Any:
@@ -289,9 +287,7 @@ class Trace:
         fields.append(pa.field("items", pa.list_(pa.int64()), nullable=False))
         for name, array in self._side_tables().items():
             kind = pa.from_numpy_dtype(array.dtype)
-            fields.append(
-                pa.field(name, pa.list_(kind), nullable=False, metadata={"shape": json.dumps(array.shape)})
-            )
+            fields.append(pa.field(name, pa.list_(kind), nullable=False, metadata={"shape": json.dumps(array.shape)}))
         return pa.schema(fields, metadata={_META_KEY: _meta_json(self.meta).encode("utf-8")})
 
     def _column(self, name: str, first: int, last: int) -> Any:
@@ -303,20 +299,14 @@ class Trace:
             values, offsets = self.item_values, self.item_offsets[first : last + 1]
         else:
             values = self._side_tables()[name].reshape(-1)
-            offsets = np.array(
-                [row * values.size // len(self) for row in range(first, last + 1)], dtype=np.int64
-            )
+            offsets = np.array([row * values.size // len(self) for row in range(first, last + 1)], dtype=np.int64)
         low, high = int(offsets[0]), int(offsets[-1])
         if high - low >= 2**31:
-            raise UserError(
-                f"column {name}: {high - low} values in one row group of {last - first} requests, too many"
-            )
+            raise UserError(f"column {name}: {high - low} values in one row group of {last - first} requests, too many")
         return pa.ListArray.from_arrays(pa.array((offsets - low).astype(np.int32)), pa.array(values[low:high]))
 
 
-def gather(
-    offsets: Int64Array, values: npt.NDArray[Any], order: Int64Array
-) -> tuple[Int64Array, npt.NDArray[Any]]:
+def gather(offsets: Int64Array, values: npt.NDArray[Any], order: Int64Array) -> tuple[Int64Array, npt.NDArray[Any]]:
     """Reorder ragged rows: return offsets (k + 1,) and values of the rows `order` (k,) of (offsets, values)."""
     lengths = np.diff(offsets)[order]
     new_offsets = np.zeros(order.size + 1, dtype=np.int64)
@@ -458,7 +448,7 @@ class _TraceFile:
             version = document["format_version"]
             if isinstance(version, int) and version > FORMAT_VERSION:
                 raise UserError(
-                    f"{self.path} has trace format version {version}; this helm-rl reads up to {FORMAT_VERSION}: upgrade it"
+                    f"{self.path} has trace format version {version}; this helm-rl reads up to {FORMAT_VERSION}"
                 )
             if version != FORMAT_VERSION:
                 raise UserError(f"{self.path}: format_version = {version!r} must be {FORMAT_VERSION}")
@@ -466,9 +456,7 @@ class _TraceFile:
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            raise UserError(
-                f"{self.path}: its meta data are not those of a trace: {place}: {first['msg']}"
-            ) from None
+            raise UserError(f"{self.path}: its meta data are not those of a trace: {place}: {first['msg']}") from None
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"{self.path}: its meta data are not the JSON of a trace") from None
         return meta
@@ -482,13 +470,9 @@ class _TraceFile:
         wanted["items"] = pa.list_(pa.int64())
         for name, kind in wanted.items():
             if schema.names.count(name) != 1:
-                raise UserError(
-                    f"{self.path}: column {name} is missing (its columns: {', '.join(schema.names[:12])})"
-                )
+                raise UserError(f"{self.path}: column {name} is missing (its columns: {', '.join(schema.names[:12])})")
             given = schema.field(name).type
-            same = (
-                pa.types.is_list(given) and given.value_type == pa.int64() if name == "items" else given == kind
-            )
+            same = pa.types.is_list(given) and given.value_type == pa.int64() if name == "items" else given == kind
             if not same:
                 raise UserError(f"{self.path}: column {name} has type {given} where a trace has {kind}")
         tables = {}
@@ -510,11 +494,7 @@ class _TraceFile:
     def _shape(self, name: str, text: bytes) -> tuple[int, ...]:
         try:
             shape = json.loads(text[:1000])
-            if (
-                isinstance(shape, list)
-                and len(shape) <= 8
-                and all(type(side) is int and side >= 0 for side in shape)
-            ):
+            if isinstance(shape, list) and len(shape) <= 8 and all(type(side) is int and side >= 0 for side in shape):
                 return tuple(shape)
         except ValueError:
             pass
@@ -524,21 +504,19 @@ class _TraceFile:
         """Refuse a file whose declared content cannot fit, before anything is allocated for it."""
         parts = self.file.metadata
         asked = sum(max(0, parts.row_group(i).total_byte_size) for i in range(parts.num_row_groups))
-        asked = max(
-            asked, parts.num_rows * 33
-        )  # encodings may shrink columns; in memory a row takes 32 bytes and an offset
+        asked = max(asked, parts.num_rows * 40)  # on disk columns may be encoded away; in memory they are not
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if asked > memory:
             raise UserError(
-                f"{self.path} declares {parts.num_rows} requests in {asked / 2**30:.1f} GiB, and this machine has "
-                f"{memory / 2**30:.1f} GiB of memory; convert a shorter stretch (--end-s)"
+                f"{self.path} declares {parts.num_rows} requests in {asked / 2**30:.1f} GiB, and this machine "
+                f"has {memory / 2**30:.1f} GiB of memory; make a shorter trace"
             )
 
     def batches(self, rows: int) -> Iterator[Trace]:
         """Yield parts of the columns, not yet validated beyond their types."""
         names = [*_COLUMNS, "items"]
         for batch in self._record_batches(rows, names):
-            columns = {name: self._plain(name, batch.column(name)) for name in _COLUMNS}
+            columns: dict[str, Any] = {name: self._plain(name, batch.column(name)) for name in _COLUMNS}
             offsets, values = self._lists("items", batch.column("items"))
             yield Trace(**columns, item_offsets=offsets, item_values=values, meta=self.meta)
 
@@ -615,7 +593,8 @@ def _refuse_other_files(path: Path) -> None:
         raise UserError(f"{path} is empty; a trace is a Parquet file")
     if start != b"PAR1":
         raise UserError(
-            f"{path} is not a Parquet file; `helm-rl trace convert` makes a trace of a log, `helm-rl trace generate` of a scenario"
+            f"{path} is not a Parquet file, as every trace is; `helm-rl trace convert` makes a trace of a log, "
+            f"`helm-rl trace generate` of a scenario"
         )
     if size < 12 or end != b"PAR1":
         raise UserError(f"{path} is a Parquet file without its end: it was cut off after {size} bytes")

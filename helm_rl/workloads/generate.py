@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from helm_rl.errors import UserError
 from helm_rl.scenario import LoadPhase, LoadSection, Scenario, scenario_hash
-from helm_rl.workloads.trace import BASE, Trace, TraceMeta, TracePhase, gather
+from helm_rl.workloads.trace import BASE, Trace, TraceMeta, TracePhase, gather, running_total
 
 MAX_REQUESTS = 50_000_000
 MAX_ITEMS = 1_000_000_000
@@ -96,7 +96,7 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     np.cumsum(new_tokens, out=offsets[1:])
     offsets, values = gather(offsets, np.concatenate([part.items for part in parts]), order)
     new_tokens = new_tokens[order]
-    history = np.minimum(_initial_history(load, user) + _appended(user, new_tokens), load.history_max)
+    history = np.minimum(_initial_history(load, user) + running_total(user, new_tokens), load.history_max)
     return Trace(
         arrival_ns=arrival_ns[order],
         user=user,
@@ -253,17 +253,6 @@ def _factor(phase: _Rate, rates: list[_Rate]) -> float | None:
 
 def _last(part: LoadSection | LoadPhase) -> float:
     return part.rate if part.rate_end is None else part.rate_end
-
-
-def _appended(user: IntArray, new_tokens: IntArray) -> IntArray:
-    """Return for each request the events its user appended in the trace so far, its own included."""
-    order = np.argsort(user, kind="stable")
-    total = np.cumsum(new_tokens[order])
-    first = np.flatnonzero(np.diff(user[order], prepend=-1))
-    before = np.repeat(total[first] - new_tokens[order][first], np.diff(first, append=user.size))
-    appended = np.empty_like(total)
-    appended[order] = total - before
-    return appended
 
 
 def _initial_history(load: LoadSection, user: IntArray) -> IntArray:

@@ -213,8 +213,7 @@ class Trace:
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the trace as Parquet, aside and then renamed.
 
-        Raises UserError if an invariant fails, if `path` exists and `overwrite` is not set, or if it cannot be
-        written.
+        Raises UserError if an invariant fails or if `path` exists and `overwrite` is not set.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -225,17 +224,14 @@ class Trace:
             raise UserError(f"{path} is a folder; name a file for the trace")
         self.validate()
         schema = self._schema()
-        try:
-            with (
-                atomic_file(path) as aside,
-                pq.ParquetWriter(aside, schema, compression="zstd", use_dictionary=False) as writer,
-            ):
-                for first in range(0, len(self), ROW_GROUP):
-                    last = min(first + ROW_GROUP, len(self))
-                    arrays = [self._column(name, first, last) for name in schema.names]
-                    writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=ROW_GROUP)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+        with (
+            atomic_file(path) as aside,
+            pq.ParquetWriter(aside, schema, compression="zstd", use_dictionary=False) as writer,
+        ):
+            for first in range(0, len(self), ROW_GROUP):
+                last = min(first + ROW_GROUP, len(self))
+                arrays = [self._column(name, first, last) for name in schema.names]
+                writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=ROW_GROUP)
 
     @staticmethod
     def load(path: str | Path) -> Trace:
@@ -314,6 +310,17 @@ def gather(offsets: Int64Array, values: npt.NDArray[Any], order: Int64Array) -> 
     take = np.arange(new_offsets[-1], dtype=np.int64)
     take += np.repeat(offsets[:-1][order] - new_offsets[:-1], lengths)
     return new_offsets, values[take]
+
+
+def running_total(group: Int64Array, amount: npt.NDArray[Any]) -> Int64Array:
+    """Return, for each row, the sum of `amount` over the rows of its group so far, its own included; int64 (n,)."""
+    order = np.argsort(group, kind="stable")
+    total = np.cumsum(amount[order], dtype=np.int64)
+    first = np.flatnonzero(np.diff(group[order], prepend=group[order][:1] - 1))
+    before = np.repeat(total[first] - amount[order][first], np.diff(first, append=group.size))
+    result = np.empty_like(total)
+    result[order] = total - before
+    return result
 
 
 def _meta_json(meta: TraceMeta) -> str:

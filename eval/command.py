@@ -132,19 +132,19 @@ def headline(comparison: Comparison) -> str:
     if draws == 1 and comparison.results[0].seed is not None:
         where = "on one draw of arrivals"
     statics = (
-        f"the static that could have been deployed ({p99(DEPLOYABLE)}, alpha {comparison.deployable:.2f}), "
-        f"the best static in hindsight ({p99(HINDSIGHT)}) and the per-segment optimum ({p99(OPTIMUM)})"
+        f"The static that could have been deployed (alpha {comparison.deployable:.2f}) took {p99(DEPLOYABLE)}, the "
+        f"best static in hindsight {p99(HINDSIGHT)}, the per-segment optimum {p99(OPTIMUM)}"
     )
     if not any(row.key == POLICY for row in comparison.rows):
         room, _ = comparison.headroom()
         return (
-            f"In scenario {comparison.pattern}, {where}, P99 latency was measured for {statics}; "
-            f"the headroom over the best static in hindsight is {percent(room)}."
+            f"Scenario {comparison.pattern}, {where}: how long 99 % of requests took at most. {statics}. What the "
+            f"reference gains on the best static in hindsight is {percent(room)}."
         )
     regret = comparison.estimate(POLICY, "regret").value
     return (
-        f"In scenario {comparison.pattern}, {where}, the policy's P99 latency was {p99(POLICY)}, beside "
-        f"{statics}: {percent(abs(regret))} {'above' if regret >= 0 else 'below'} the reference."
+        f"In scenario {comparison.pattern}, {where}, the policy answered 99 % of requests within {p99(POLICY)}. "
+        f"{statics}; the policy is {percent(abs(regret))} {'above' if regret >= 0 else 'below'} the best of these."
     )
 
 

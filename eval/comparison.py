@@ -31,11 +31,10 @@ FAMILY = "default"
 ROUTER = "single"
 """One node, so nothing is routed."""
 
-SEEDS_FROM = 1_000_000
-STEADY_SEEDS_FROM = 2_000_000
-"""Arrivals are drawn from these seeds up: the evaluated ones, and the Steady ones on which the deployable
-static is chosen. Training draws from small seeds, so nothing is judged on arrivals that it was fitted to.
-"""
+SEEDS_FROM = 10**12
+STEADY_SEEDS_FROM = 2 * 10**12
+"""Arrivals are drawn from these seeds up: the evaluated ones, and the Steady ones on which the deployable static is
+chosen. Training draws from 32-bit seeds, so nothing is judged on arrivals that it was fitted to."""
 
 POLICY = "policy"
 HALF = "half_static"

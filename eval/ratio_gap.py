@@ -68,7 +68,7 @@ def segment_table(comparison: Comparison) -> Table:
             segment.label,
             f"{segment.start_s:.0f}",
             f"{segment.end_s:.0f}",
-            f"{segment.best:.3f}".rstrip("0"),
+            show_alpha(segment.best),
             f"{segment.noise_floor:.3f}" if np.isfinite(segment.noise_floor) else "-",
             show_flat(segment.flat),
             f"{segment.p99_ms:.1f}",
@@ -114,6 +114,12 @@ def segments(comparison: Comparison) -> list[SegmentSummary]:
             )
         )
     return found
+
+
+def show_alpha(alpha: float) -> str:
+    """Show an alpha with two decimals, or three where it is a mean that has them."""
+    text = f"{alpha:.3f}"
+    return text[:-1] if text.endswith("0") else text
 
 
 def show_flat(flat: FlatSet) -> str:

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helm_rl.checkpoint import (
+    BoundsSection,
+    EnvironmentSection,
+    NetworkSection,
+    ObservationSection,
+    TrainingSection,
+    policy_tensors,
+    save_bundle,
+)
+from helm_rl.observation import OBSERVATION_NAMES, SCHEMA_VERSION, schema_hash
+
+MakeBundle = Callable[..., Path]
+
+
+@pytest.fixture
+def make_bundle(tmp_path: Path) -> MakeBundle:
+    """Write a bundle whose mean action is always `action` (weights zero, last bias `action`)."""
+
+    def make(name: str = "bundle", action: float = 0.0, interval_s: float = 1.0, alpha_max: float = 0.9) -> Path:
+        network = NetworkSection(hidden=(4,), action_size=1, observation_clip=10.0, epsilon=1e-8)
+        tensors = {key: np.zeros(shape, dtype=dtype) for key, (dtype, shape) in policy_tensors(network, 17).items()}
+        tensors["normaliser.var"] += 1.0
+        tensors["actor.2.bias"][:] = action
+        observation = ObservationSection(
+            schema_version=SCHEMA_VERSION, schema_hash=schema_hash(), names=tuple(OBSERVATION_NAMES)
+        )
+        bounds = BoundsSection(alpha_min=0.1, alpha_max=alpha_max, rate_per_s=0.06, interval_s=interval_s)
+        environment = EnvironmentSection(
+            env_id="helm_rl/HelmNode-v0", observation_size=17, action_size=1, scenario="burst"
+        )
+        training = TrainingSection(
+            arguments={},
+            commands=[],
+            seed=7,
+            iterations=1,
+            steps=1234,
+            episodes=0,
+            seconds=0.0,
+            statistics={},
+            helm_rl_version="0",
+        )
+        save_bundle(
+            tmp_path / name,
+            tensors,
+            network=network,
+            observation=observation,
+            bounds=bounds,
+            environment=environment,
+            training=training,
+            card="# made by a test\n",
+        )
+        return tmp_path / name
+
+    return make

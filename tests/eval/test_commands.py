@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import envs.serving.replay
+from eval import p99_latency, ratio_gap
+from eval.command import EvalArgs, evaluate, headline, percent, policy_contestant
+from helm_rl.cli import main as cli
+from helm_rl.errors import UserError
+from helm_rl.workloads.generate import generate
+from tests.eval.conftest import MakeBundle
+from tests.eval.fakes import FakeServing, small_scenario
+
+SCENARIO = """\
+name = "burst"
+slo_ms = 100
+seconds = 120
+warm_s = 10
+[control]
+interval_s = {interval_s}
+[load]
+rate = {rate}
+users = 1000
+[[load.phase]]
+label = "burst"
+start_s = 40
+seconds = 40
+rate = 50
+requests_per_visit = 2.0
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text(SCENARIO.format(interval_s=1.0, rate=100))
+    return str(path)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeServing:
+    fake = FakeServing()
+    monkeypatch.setattr(envs.serving.replay, "replay", fake)
+    return fake
+
+
+def test_p99_prints_the_table_and_writes_figures(
+    scenario: str, fake: FakeServing, make_bundle: MakeBundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "figures.json"
+    status = cli(
+        ["eval", "p99", "--policy", str(make_bundle()), "--scenario", scenario, "--seeds", "2", "--json", str(figures)]
+    )
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    document = json.loads(figures.read_text())
+    # The bundle never moves: from the deployable .6 it serves the burst as the deployable static does.
+    found = {name: figure["value"] for name, figure in document["figures"].items()}
+    assert found["default.burst.p99_vs_deployable_static"] == 1.0
+    assert found["default.burst.single.policy.p99_ms"] == pytest.approx(198.12, abs=0.01)  # 40 ms * exp(10 * .4**2)
+    assert found["default.burst.single.segment_optimum.p99_ms"] == pytest.approx(40.0, abs=0.01)
+    assert found["default.burst.single.policy.ratio_gap"] == pytest.approx(0.4 / 3, abs=1e-6)
+    for title in ("policy", "static 0.5", "deployable static", "hindsight static", "per-segment optimum"):
+        assert title in out
+    assert "198.1" in out
+    assert "the full reference schedule" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_ratio_gap_lists_every_segment(
+    scenario: str, fake: FakeServing, make_bundle: MakeBundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ratio_gap.main(ratio_gap.Args(scenario=scenario, policy=make_bundle(), seeds=1))
+    out = capsys.readouterr().out
+    rows = [line.split("│") for line in out.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in row[1:-1]] for row in rows]
+    assert ["burst", "40", "80", "0.20", "-", "0.16 to 0.24", "40.0", "0.400"] in cells
+    assert ["base", "80", "120", "0.60", "-", "0.56 to 0.64", "40.0", "0.000"] in cells
+    assert ["policy", "0.133", "0.133", "0.120", "0.120"] in cells
+
+
+def test_without_a_policy_the_statics_are_mapped(scenario: str, fake: FakeServing) -> None:
+    comparison = evaluate(EvalArgs(scenario=scenario, seeds=1))
+    assert [row.key for row in comparison.rows] == [
+        "half_static",
+        "deployable_static",
+        "hindsight_static",
+        "segment_optimum",
+    ]
+    assert "policy" not in headline(comparison)
+
+
+def test_a_moving_policy_moves_at_its_rate_from_the_deployable_alpha(
+    scenario: str, fake: FakeServing, make_bundle: MakeBundle
+) -> None:
+    comparison = evaluate(EvalArgs(scenario=scenario, policy=make_bundle(action=-0.5), seeds=1))
+    alpha = comparison.results[0].runs["policy"].alpha
+    assert alpha[:3] == pytest.approx([0.57, 0.54, 0.51], abs=1e-6)
+    assert alpha[-1] == pytest.approx(0.1, abs=1e-6)
+
+
+def test_a_trace_file_takes_the_place_of_the_load(scenario: str, fake: FakeServing, tmp_path: Path) -> None:
+    trace = generate(small_scenario(name="Shop 7"), seed=3)
+    trace.save(tmp_path / "trace.parquet")
+    comparison = evaluate(EvalArgs(scenario=scenario, trace=tmp_path / "trace.parquet"))
+    assert comparison.results[0].trace_hash == trace.hash()
+    assert "default.shop_7.single.segment_optimum.p99_ms" in comparison.figures()
+    with pytest.raises(UserError, match="--seeds 2: a recorded trace is one set of arrivals"):
+        evaluate(EvalArgs(scenario=scenario, trace=tmp_path / "trace.parquet", seeds=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seeds": 0}, "--seeds must be at least 1, got 0"),
+        ({"seeds": -3}, "--seeds must be at least 1, got -3"),
+        ({"seed": -1}, "--seed must not be negative"),
+        ({"jobs": 0}, "--jobs must be at least 1"),
+        ({"step": 0.0}, "--step must lie in"),
+        ({"scenario": "burts"}, "burts is neither a shipped scenario"),
+        ({"policy": Path("nowhere")}, "nowhere: no such bundle folder"),
+        ({"trace": Path("nowhere.parquet")}, "nowhere.parquet does not exist"),
+        ({"json": Path("no/such/folder/x.json")}, "the folder no/such/folder does not exist"),
+        ({"json": Path("same"), "report": Path("same")}, "name the same file"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_replay(
+    scenario: str,
+    fake: FakeServing,
+    change: dict[str, object],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = {"scenario": scenario, **change}
+    with pytest.raises(UserError, match=message):
+        evaluate(EvalArgs(**arguments))  # type: ignore[arg-type]
+    assert fake.calls == []
+    assert not (tmp_path / "same").exists()
+
+
+def test_existing_outputs_are_refused_unless_overwritten(scenario: str, fake: FakeServing, tmp_path: Path) -> None:
+    for name in ("json", "report"):
+        path = tmp_path / f"old.{name}"
+        path.write_text("mine")
+        with pytest.raises(UserError, match="exists already"):
+            evaluate(EvalArgs(scenario=scenario, seeds=1, **{name: path}))  # type: ignore[arg-type]
+        assert path.read_text() == "mine"
+    assert fake.calls == []
+    evaluate(EvalArgs(scenario=scenario, seeds=1, json=tmp_path / "old.json", overwrite=True))
+    assert json.loads((tmp_path / "old.json").read_text())["figures"]
+
+
+def test_a_trace_that_is_too_short_is_refused(scenario: str, fake: FakeServing, tmp_path: Path) -> None:
+    trace = generate(small_scenario(), seed=3).between(-10_000_000_000, 5_000_000_000)
+    trace.save(tmp_path / "short.parquet")
+    with pytest.raises(UserError, match="a P99 needs at least 1000"):
+        evaluate(EvalArgs(scenario=scenario, trace=tmp_path / "short.parquet"))
+    assert fake.calls == []
+
+
+def test_a_scenario_with_sparse_segments_is_refused(fake: FakeServing, tmp_path: Path) -> None:
+    path = tmp_path / "sparse.toml"
+    path.write_text(SCENARIO.format(interval_s=1.0, rate=30).replace("seconds = 40\n", "seconds = 2\n"))
+    with pytest.raises(UserError, match="1 of its segments hold too few requests"):
+        evaluate(EvalArgs(scenario=str(path), seeds=1))
+
+
+def test_a_bundle_for_another_interval_or_range_is_refused(make_bundle: MakeBundle) -> None:
+    with pytest.raises(UserError, match=r"bounds.interval_s is 5, and scenario burst has control.interval_s = 1"):
+        policy_contestant(make_bundle("slow", interval_s=5.0), small_scenario())
+    with pytest.raises(UserError, match=r"bounds.alpha_max is 0.8, .* control.alpha_max = 0.9"):
+        policy_contestant(make_bundle("narrow", alpha_max=0.8), small_scenario())
+
+
+def test_a_bundle_with_another_observation_is_refused(make_bundle: MakeBundle) -> None:
+    bundle = make_bundle()
+    config = json.loads((bundle / "config.json").read_text())
+    config["observation"]["schema_hash"] = "0" * 64
+    (bundle / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="observation"):
+        policy_contestant(bundle, small_scenario())
+
+
+def test_ctrl_c_leaves_no_file(scenario: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(envs.serving.replay, "replay", interrupted)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(EvalArgs(scenario=scenario, seeds=1, json=tmp_path / "x.json", report=tmp_path / "x.html"))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_help_names_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("p99", "ratio-gap"):
+        with pytest.raises(SystemExit) as stop:
+            cli(["eval", command, "--help"])
+        assert stop.value.code == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "noise_floor" in text
+        assert "--policy" in text
+    assert p99_latency.Args.__doc__
+
+
+def test_percent() -> None:
+    assert percent(0.034) == "3.4 %"
+    assert percent(0.34) == "34 %"
+    assert percent(-0.021) == "-2.1 %"

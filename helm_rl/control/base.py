@@ -1,0 +1,77 @@
+"""Layer 1, the base policy: a trained network from a bundle, frozen in service, run with NumPy alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from helm_rl.checkpoint import Bundle, load_bundle
+from helm_rl.control.protocol import FloatArray
+from helm_rl.metrics import WindowStats
+
+
+class BasePolicy:
+    """Adds the network's mean action, a rate of change of alpha, to its own target.
+
+    The target starts at the applied alpha of the first decision after a reset. What comes out is always within
+    the bundle's [alpha_min, alpha_max].
+
+    Args:
+        bundle: A checked bundle; `BasePolicy.load` reads one from a folder.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        config, tensors = bundle.config, bundle.tensors
+        self.config = config
+        self.step = config.bounds.rate_per_s * config.bounds.interval_s
+        self.target: float | None = None
+        self._mean = tensors["normaliser.mean"]
+        self._std = np.sqrt(tensors["normaliser.var"] + config.network.epsilon)
+        self._clip = config.network.observation_clip
+        # Layers sit at the even positions of the actor, activations between them.
+        depth = len(config.network.hidden)
+        self._layers = [
+            (np.ascontiguousarray(tensors[f"actor.{2 * i}.weight"].T), tensors[f"actor.{2 * i}.bias"])
+            for i in range(depth + 1)
+        ]
+
+    @classmethod
+    def load(cls, path: Path) -> BasePolicy:
+        """Read a bundle folder strictly; UserError says what is wrong with it."""
+        return cls(load_bundle(path))
+
+    def action(self, observation: FloatArray) -> FloatArray:
+        """Return the mean action, not clipped, float32 (1,), for a raw observation, float32 (17,)."""
+        x = np.clip((observation - self._mean) / self._std, -self._clip, self._clip).astype(np.float32)
+        for weight, bias in self._layers[:-1]:
+            x = np.tanh(x @ weight + bias)
+        weight, bias = self._layers[-1]
+        mean: FloatArray = x @ weight + bias
+        return mean
+
+    def reset(self, seed: int) -> None:
+        """Forget the target."""
+        self.target = None
+
+    def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
+        """Return the new target; an observation with NaN or infinity in it leaves the target where it was.
+
+        Raises:
+            ValueError: The observation has the wrong shape.
+        """
+        bounds = self.config.bounds
+        if observation.shape != self._mean.shape:
+            raise ValueError(f"expected an observation of shape {self._mean.shape}, got {observation.shape}")
+        target = applied_alpha if self.target is None else self.target
+        if np.isfinite(observation).all():
+            target += min(max(float(self.action(observation)[0]), -1.0), 1.0) * self.step
+        self.target = min(max(target, bounds.alpha_min), bounds.alpha_max)
+        return self.target
+
+    def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
+        """Never ask for a decision out of turn: the base policy works at its interval."""
+        return False
+
+    def feedback(self, window: WindowStats) -> None:
+        """Frozen in service: what was measured changes nothing."""

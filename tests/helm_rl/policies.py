@@ -1,0 +1,95 @@
+"""Policies, runs and bundles with random weights, for tests of what is done with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from helm_rl.checkpoint import (
+    BoundsSection,
+    BundleConfig,
+    EnvironmentSection,
+    NetworkSection,
+    ObservationSection,
+    Tensors,
+    TrainingSection,
+    save_bundle,
+    save_training_state,
+)
+from helm_rl.control.policy_net import CLIP, EPSILON, HIDDEN, ActorCritic
+from helm_rl.observation import OBSERVATION_NAMES, SCHEMA_VERSION, schema_hash
+
+NETWORK = NetworkSection(hidden=HIDDEN, action_size=1, observation_clip=CLIP, epsilon=EPSILON)
+OBSERVATION = ObservationSection(
+    schema_version=SCHEMA_VERSION, schema_hash=schema_hash(), names=tuple(OBSERVATION_NAMES)
+)
+BOUNDS = BoundsSection(alpha_min=0.1, alpha_max=0.9, rate_per_s=0.06, interval_s=0.5)
+ENVIRONMENT = EnvironmentSection(
+    env_id="helm_rl/HelmNode-v0",
+    observation_size=17,
+    action_size=1,
+    observation=OBSERVATION,
+    bounds=BOUNDS,
+    scenario="burst",
+    scenario_hash="ab" * 32,
+)
+
+
+def training(iterations: int = 3) -> TrainingSection:
+    return TrainingSection(
+        arguments={"seed": 7, "learning_rate": 0.001, "runs": "/home/me/runs", "resume": None},
+        commands=["helm-rl train base --seed 7"],
+        seed=7,
+        iterations=iterations,
+        steps=1024 * iterations,
+        episodes=4,
+        seconds=12.34,
+        statistics={"losses/value_loss": 0.0123456, "losses/explained_variance": None},
+        helm_rl_version="0.1.0",
+    )
+
+
+def network(seed: int = 0, scale: float = 1.0) -> ActorCritic:
+    """Return a frozen policy whose actions are not near zero, and whose normaliser has seen observations."""
+    generator = torch.Generator().manual_seed(seed)
+    net = ActorCritic(17, 1, generator=generator)
+    net.normaliser.update(observations(seed, 200, scale))
+    with torch.no_grad():
+        net.get_parameter("actor.4.weight").mul_(60.0)
+    return net.eval()
+
+
+def observations(seed: int, count: int, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand((count, 17), generator=generator) * torch.arange(1, 18) * scale
+
+
+def net_tensors(net: ActorCritic) -> Tensors:
+    return {name: value.numpy().copy() for name, value in net.state_dict().items()}
+
+
+def make_bundle(path: Path, net: ActorCritic, overwrite: bool = False) -> BundleConfig:
+    return save_bundle(
+        path,
+        {name: array for name, array in net_tensors(net).items() if name.startswith(("normaliser.", "actor."))},
+        network=NETWORK,
+        observation=OBSERVATION,
+        bounds=BOUNDS,
+        environment=ENVIRONMENT,
+        training=training(),
+        card="# A card\n",
+        overwrite=overwrite,
+    )
+
+
+def make_run(run: Path, net: ActorCritic, iterations: int = 3, environment: EnvironmentSection = ENVIRONMENT) -> None:
+    run.mkdir(exist_ok=True)
+    save_training_state(
+        run,
+        {f"net.{name}": array for name, array in net_tensors(net).items()},
+        network=NETWORK,
+        environment=environment,
+        training=training(iterations),
+    )

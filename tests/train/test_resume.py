@@ -1,0 +1,175 @@
+"""Stopping and going on: a resumed run is the one that was never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train.ppo_base
+from helm_rl.checkpoint import load_training_state
+from helm_rl.errors import UserError
+from tests.train import toys
+from tests.train.test_ppo_base import assert_same_state, logged, toy
+from train.ppo_base import Args
+
+ITERATION = 4 * 64  # steps
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Have the environments send Ctrl-C in their step number `at`; 0 for never."""
+    monkeypatch.setattr(toys.Interrupting, "steps", 0)
+    monkeypatch.setenv("TOY_INTERRUPT_AT", str(at))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train.ppo_base.train(toy("Interrupting", tmp_path_factory.mktemp("runs"), total_timesteps=8 * ITERATION))
+
+
+@pytest.mark.parametrize(
+    ("step", "finished"),
+    [
+        (4 * ITERATION + 1, 4),  # half of it: N + N = 2N; environments reset there (checkpoint_every = 2)
+        (5 * ITERATION + 100, 5),  # within an iteration, between two resets: they are replayed
+        (8 * ITERATION - 1, 7),
+        (10, 0),
+    ],
+)
+def test_n_and_n_is_2n_bit_for_bit(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    step: int,
+    finished: int,
+) -> None:
+    # FAULTS, Training 7: optimiser, schedule, RNG, normaliser, and the environments with them.
+    args = toy("Interrupting", tmp_path, total_timesteps=8 * ITERATION, checkpoint_every=2)
+    whole = tmp_path / "whole"
+    interrupt(monkeypatch, 0)
+    shutil.move(train.ppo_base.train(args), whole)
+    interrupt(monkeypatch, step)
+    with pytest.raises(KeyboardInterrupt):
+        train.ppo_base.train(args)
+    (run,) = (path for path in tmp_path.iterdir() if path != whole)
+    assert f"stopped: {finished} of 8 iterations are saved" in capsys.readouterr().err
+    assert load_training_state(run)[0].training.iterations == finished
+    interrupt(monkeypatch, 0)
+    assert train.ppo_base.train(Args(resume=run)) == run
+    assert_same_state(whole, run)
+    # The log holds what an uninterrupted one does: each point once.
+    one, other = logged(whole), logged(run)
+    one.pop("charts/SPS"), other.pop("charts/SPS")
+    assert one == other
+    assert len(load_training_state(run)[0].training.commands) == 2
+
+
+def test_stopping_twice_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path) -> None:
+    args = toy("Interrupting", tmp_path, total_timesteps=8 * ITERATION)
+    interrupt(monkeypatch, 3 * ITERATION + 7)
+    with pytest.raises(KeyboardInterrupt):
+        train.ppo_base.train(args)
+    (run,) = tmp_path.iterdir()
+    interrupt(monkeypatch, 6 * ITERATION + 7)  # three of them replayed
+    with pytest.raises(KeyboardInterrupt):
+        train.ppo_base.train(Args(resume=run))
+    interrupt(monkeypatch, 0)
+    train.ppo_base.train(Args(resume=run))
+    assert_same_state(uninterrupted, run)
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+    args = toy("Reach", tmp_path, anneal_lr=False, checkpoint_every=3)
+    whole = train.ppo_base.train(dataclasses.replace(args, total_timesteps=8 * ITERATION))
+    run = train.ppo_base.train(args)
+    with pytest.raises(UserError, match=r"the run is complete \(1024 of 1024 steps\); give a larger --total-timesteps"):
+        train.ppo_base.train(Args(resume=run))
+    with pytest.raises(UserError, match="--total-timesteps 512: a resumed run cannot become shorter than it was, 1024"):
+        train.ppo_base.train(Args(resume=run, total_timesteps=512))
+    train.ppo_base.train(Args(resume=run, total_timesteps=8 * ITERATION))
+    assert_same_state(whole, run)
+
+
+def test_other_arguments_stay(tmp_path: Path) -> None:
+    run = train.ppo_base.train(toy("Reach", tmp_path))
+    with pytest.raises(UserError, match=r"--learning-rate 0\.1: a resumed run keeps --learning-rate 0\.001"):
+        train.ppo_base.train(Args(resume=run, learning_rate=0.1, total_timesteps=8 * ITERATION))
+    # To say again what holds anyway is no change.
+    train.ppo_base.train(Args(resume=run, num_envs=4, total_timesteps=5 * ITERATION))
+    assert load_training_state(run)[0].training.iterations == 5
+
+
+def test_an_environment_that_is_not_deterministic_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train.ppo_base.train(toy("Entropic", tmp_path))
+    before = (run / "training_state.json").read_bytes()
+    with pytest.raises(UserError, match="did not come back to the saved observations"):
+        train.ppo_base.train(Args(resume=run, total_timesteps=8 * ITERATION))
+    assert (run / "training_state.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["training"]["arguments"].pop("gamma"), "of another version of helm-rl; they differ in: gamma"),
+        (lambda d: d["training"]["arguments"].update(theta=1), "they differ in: theta"),
+        (lambda d: d["training"]["arguments"].update(num_envs="many"), "the saved argument num_envs is wrong"),
+        (lambda d: d["training"]["arguments"].update(num_envs=0), "--num-envs must be at least 1"),
+        (lambda d: d["training"]["arguments"].update(num_envs=8), r"tensor 'loop\.\w+' .* shape"),
+        (
+            lambda d: d["environment"].update(observation_size=5),
+            "no longer the one trained on; changed: observation_size",
+        ),
+        (lambda d: d["tensors"].update(sha256="0" * 64), "damaged or replaced"),
+    ],
+)
+def test_a_state_that_was_tampered_with_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    run = train.ppo_base.train(toy("Reach", tmp_path))
+    document = json.loads((run / "training_state.json").read_text())
+    change(document)
+    (run / "training_state.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match=message):
+        train.ppo_base.train(Args(resume=run, total_timesteps=16 * ITERATION))
+
+
+def test_ctrl_c_to_a_real_process_saves_what_resume_continues(tmp_path: Path) -> None:
+    small = (
+        "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --total-timesteps 960 --checkpoint-every 4"
+    )
+    start = ["--env-id", "tests.train.toys:Sleepy-v0", "--runs", str(tmp_path), *small.split()]
+    command = [sys.executable, "-m", "helm_rl.cli", "train", "base"]
+    slow = {**os.environ, "TOY_SLEEP_S": "0.01"}
+    process = subprocess.Popen([*command, *start], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=slow)
+    try:
+        deadline = time.monotonic() + 100
+        while not (states := list(tmp_path.glob("*/training_state-[48]*.safetensors"))):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "no checkpoint came"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    run = states[0].parent
+    finished = load_training_state(run)[0].training.iterations
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert 4 <= finished < 30
+    assert f"stopped: {finished} of 30 iterations are saved" in err
+    assert f"helm-rl train base --resume {run}" in err
+    done = subprocess.run([*command, "--resume", str(run)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"run: {run}\n"
+    # The same as if nobody had interrupted it.
+    args = Args(env_id="tests.train.toys:Sleepy-v0", runs=tmp_path / "whole", num_envs=2, num_steps=16)
+    args = dataclasses.replace(args, num_minibatches=2, update_epochs=1, total_timesteps=960, checkpoint_every=4)
+    assert_same_state(train.ppo_base.train(args), run)

@@ -1,0 +1,824 @@
+"""PPO for the base policy, in one file: from the arguments to the checkpoint, top to bottom.
+
+    helm-rl train base --scenario burst
+    helm-rl train base --resume runs/<run>
+    tensorboard --logdir runs
+
+The algorithm is PPO with a clipped objective and generalised advantages (Schulman et al. 2016, 2017). What
+differs from common implementations, and why:
+
+- Truncated episodes bootstrap with the value of their final observation; terminated ones do not.
+- Vector environments reset within the step that ends an episode, so no reset step is ever taken for a
+  transition.
+- The observation's normaliser is in the network. Values are learned in units of the returns' spread.
+- The stored action is the one drawn, which its log-probability belongs to; the environments get it clipped.
+- Every `--checkpoint-every` iterations all environments are reset with seeds that follow from (seed,
+  iteration). A checkpoint holds the actions since then, and resuming replays them: a resumed run equals one
+  that was never stopped, bit for bit, although no simulator can be saved. Environments must be deterministic in
+  (seed, actions).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, SupportsFloat
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from torch.utils.tensorboard import SummaryWriter
+
+from helm_rl import __version__
+from helm_rl.checkpoint import (
+    BoundsSection,
+    EnvironmentSection,
+    ObservationSection,
+    Tensors,
+    TrainingSection,
+    TrainingState,
+    load_training_state,
+    save_training_state,
+)
+from helm_rl.control.policy_net import ActorCritic
+from helm_rl.errors import UserError
+from helm_rl.figures import command
+from train.state import Loop, capture, network_section, restore
+
+NODE_ENV = "helm_rl/HelmNode-v0"
+DISCOUNT_S = 60.0
+"""Horizon of the discount: gamma = exp(-interval / DISCOUNT_S)."""
+
+
+@dataclass
+class Args:
+    """Train the base policy with PPO. Ctrl-C saves; --resume continues."""
+
+    exp_name: str = "ppo_base"
+    """Name of the experiment, a part of the run's name."""
+    seed: int = 1
+    """Seed of everything that is drawn: weights, actions, minibatches, environments."""
+    runs: Path = Path("runs")
+    """Folder in which the run's own folder is made."""
+    resume: Path | None = None
+    """Run folder to continue from its last checkpoint, with the arguments that it was started with."""
+    track: bool = False
+    """Also log to Weights and Biases (needs the extra 'track'; WANDB_MODE=offline needs no network)."""
+    wandb_project_name: str = "helm-rl"
+    """Project at Weights and Biases."""
+    wandb_entity: str | None = None
+    """Team at Weights and Biases; your own account if not given."""
+
+    scenario: str = "burst"
+    """Scenario to train on: a shipped name (steady, trend, burst) or the path of a TOML file."""
+    trace: Path | None = None
+    """Trace (.parquet) to train on; without it traces are generated from the scenario."""
+    env_id: str = NODE_ENV
+    """Gymnasium id of another environment with Box spaces, instead of the scenario; 'module:id' imports the module."""
+    total_timesteps: int = 40_960
+    """Environment steps in all, over all environments; what is left of them after whole iterations is not done.
+    With --resume it may be raised."""
+    num_envs: int = 8
+    """Environments that run side by side."""
+    num_steps: int = 128
+    """Steps of each environment per iteration."""
+    checkpoint_every: int = 10
+    """Iterations between two checkpoints; there all environments are also reset with new seeds. Make this span at
+    least one whole episode."""
+
+    learning_rate: float = 1e-3
+    """Step size of the Adam optimiser."""
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to zero over the training."""
+    gamma: float | None = None
+    """Discount per step; if not given, exp(-interval / 60 s) of the scenario's interval, and .99 elsewhere."""
+    gae_lambda: float = 0.95
+    """Lambda of the generalised advantages: smaller is less noisy and more biased."""
+    num_minibatches: int = 4
+    """Minibatches per epoch; must divide num_envs * num_steps."""
+    update_epochs: int = 8
+    """Passes over the data of one iteration."""
+    norm_adv: bool = True
+    """Bring the advantages of a minibatch to mean 0 and deviation 1."""
+    clip_coef: float = 0.2
+    """How far the probability ratio may move before the gradient stops."""
+    ent_coef: float = 0.0
+    """Weight of the entropy bonus: larger explores longer."""
+    vf_coef: float = 0.5
+    """Weight of the value loss."""
+    max_grad_norm: float = 0.5
+    """Bound on the norm of the gradient."""
+    target_kl: float | None = None
+    """Stop the passes of an iteration when the approximate KL divergence exceeds this."""
+
+    eval_episodes: int = 0
+    """Episodes of the final policy, without noise, after the training; 0 for none."""
+    eval_max_steps: int = 100_000
+    """Most environment steps that this evaluation may take, over all environments."""
+    torch_threads: int = 1
+    """Threads of torch; one is fastest for networks this small."""
+
+
+MAY_CHANGE = {
+    "resume",
+    "total_timesteps",
+    "track",
+    "wandb_project_name",
+    "wandb_entity",
+    "eval_episodes",
+    "eval_max_steps",
+}
+"""Arguments that may differ when a run is resumed."""
+
+
+def check_args(args: Args) -> None:
+    """Raise UserError naming the first argument that is out of range."""
+    at_least = {
+        "seed": 0,
+        "num_envs": 1,
+        "num_steps": 1,
+        "checkpoint_every": 1,
+        "num_minibatches": 1,
+        "update_epochs": 1,
+        "eval_episodes": 0,
+        "eval_max_steps": 1,
+        "torch_threads": 1,
+    }
+    for name, least in at_least.items():
+        if getattr(args, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    ranges: dict[str, tuple[float | None, float, float]] = {
+        "learning_rate": (args.learning_rate, 1e-12, 1.0),
+        "gamma": (args.gamma, 0.0, 1.0 - 1e-12),
+        "gae_lambda": (args.gae_lambda, 0.0, 1.0),
+        "clip_coef": (args.clip_coef, 1e-6, 10.0),
+        "ent_coef": (args.ent_coef, 0.0, 10.0),
+        "vf_coef": (args.vf_coef, 0.0, 1e3),
+        "max_grad_norm": (args.max_grad_norm, 1e-6, 1e6),
+        "target_kl": (args.target_kl, 1e-9, 1e3),
+    }
+    for name, (value, low, high) in ranges.items():
+        if value is not None and not low <= value <= high:  # NaN fails too
+            raise UserError(f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {value}")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        raise UserError(
+            f"--num-minibatches must divide num_envs * num_steps = {batch_size}, which {args.num_minibatches} does not"
+        )
+    if batch_size // args.num_minibatches < 2:
+        raise UserError(
+            f"--num-minibatches {args.num_minibatches} makes minibatches of one sample out of {batch_size}, "
+            f"whose advantages have no deviation; it may be at most {batch_size // 2}"
+        )
+    if args.total_timesteps < batch_size:
+        raise UserError(
+            f"--total-timesteps {args.total_timesteps} is less than one batch (num_envs * num_steps = "
+            f"{batch_size}), so nothing would be trained"
+        )
+    if not args.exp_name or not set(args.exp_name) <= set(
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
+    ):
+        raise UserError(f"--exp-name must be letters, digits, dots, dashes and underscores, not {args.exp_name!r}")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise UserError("--track needs the package wandb; pip install 'helm-rl[track]'")
+    if args.trace is not None and args.env_id != NODE_ENV:
+        raise UserError("--trace goes with the scenario's environment, not with --env-id")
+
+
+# -- environments ---------------------------------------------------------------------------------------------
+
+
+class Detach(gym.Wrapper[Any, Any, Any, Any]):
+    """Hand out observations of one's own and plain numbers.
+
+    An environment may fill one buffer at every step; the vector environment keeps a reference as `final_obs`
+    and resets at once, which would put the first observation of the new episode in the place of the last of the
+    old.
+    """
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        """Step, and copy."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return np.array(obs), float(np.asarray(reward).item()), bool(terminated), bool(truncated), info
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset, and copy."""
+        obs, info = self.env.reset(seed=seed, options=options)
+        return np.array(obs), info
+
+
+def make_envs(args: Args) -> tuple[VectorEnv[Any, Any, Any], EnvironmentSection]:
+    """Make the vector environment, and say what it is.
+
+    Any other vector environment may take its place if it resets in the same step, gives `final_obs` and
+    `_final_obs` in its infos where an episode ends, and is a deterministic function of the reset's seed and the
+    actions.
+
+    Raises:
+        UserError: The scenario, the trace or the environment id is wrong, or a space is not a one-dimensional
+            Box.
+    """
+    facts: dict[str, Any] = {}
+    envs: VectorEnv[Any, Any, Any]
+    if args.env_id == NODE_ENV:
+        # Imported here: the simulator compiles kernels, and other environments need none of it.
+        from envs.vector import NodeVectorEnv
+        from helm_rl.observation import OBSERVATION_NAMES, SCHEMA_VERSION, schema_hash
+        from helm_rl.scenario import load_scenario, scenario_hash
+        from helm_rl.workloads.trace import Trace
+
+        scenario = load_scenario(args.scenario)
+        trace = None if args.trace is None else Trace.load(args.trace)
+        envs = NodeVectorEnv(args.num_envs, scenario, seed=args.seed, traces=None if trace is None else [trace])
+        control = scenario.control
+        facts = {
+            "observation": ObservationSection(
+                schema_version=SCHEMA_VERSION, schema_hash=schema_hash(), names=tuple(OBSERVATION_NAMES)
+            ),
+            "bounds": BoundsSection(
+                alpha_min=control.alpha_min,
+                alpha_max=control.alpha_max,
+                rate_per_s=control.rate_per_s,
+                interval_s=control.interval_s,
+            ),
+            "scenario": scenario.name,
+            "scenario_hash": scenario_hash(scenario),
+            "trace": None if args.trace is None else str(args.trace),
+            "trace_hash": None if trace is None else trace.hash(),
+        }
+    else:
+        try:
+            envs = SyncVectorEnv(
+                [lambda: Detach(gym.make(args.env_id, disable_env_checker=True))] * args.num_envs,
+                autoreset_mode=AutoresetMode.SAME_STEP,
+            )
+        except (gym.error.Error, ModuleNotFoundError) as error:
+            raise UserError(f"--env-id {args.env_id}: {error}") from None
+
+    for name in ("observation", "action"):
+        space = getattr(envs, f"single_{name}_space")
+        if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or space.dtype.kind != "f":
+            envs.close()
+            raise UserError(
+                f"--env-id {args.env_id}: the {name} space must be a one-dimensional Box of floats, not {space}"
+            )
+    if envs.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
+        envs.close()
+        raise UserError(
+            f"--env-id {args.env_id}: the vector environment must reset within the step that ends an episode"
+        )
+    section = EnvironmentSection(
+        env_id=args.env_id,
+        observation_size=envs.single_observation_space.shape[0],  # type: ignore[index]
+        action_size=envs.single_action_space.shape[0],  # type: ignore[index]
+        **facts,
+    )
+    return envs, section
+
+
+def reset_seed(seed: int, iteration: int) -> int:
+    """Seed of the environments' reset before this iteration: far apart for neighbours in either argument."""
+    return int(np.random.SeedSequence([seed, iteration]).generate_state(1)[0])
+
+
+# -- parts of the algorithm -----------------------------------------------------------------------------------
+
+
+def advantages(
+    rewards: npt.NDArray[np.float64],
+    values: npt.NDArray[np.float64],
+    next_value: npt.NDArray[np.float64],
+    ends: npt.NDArray[np.bool_],
+    gamma: float,
+    gae_lambda: float,
+) -> npt.NDArray[np.float64]:
+    """Generalised advantage estimates (Schulman et al. 2016), shape (steps, envs).
+
+    Args:
+        rewards: (steps, envs); where an episode was truncated, gamma * V(final observation) is already in it.
+        values: (steps, envs), of the observations that were acted on.
+        next_value: (envs,), of the observation after the last step.
+        ends: (steps, envs), whether the episode ended with this step, terminated or truncated.
+        gamma: Discount per step.
+        gae_lambda: Decay of the trace.
+    """
+    result = np.empty_like(rewards)
+    last = np.zeros_like(next_value)
+    following = next_value
+    for t in range(len(rewards) - 1, -1, -1):
+        going_on = gamma * ~ends[t]
+        last = rewards[t] + going_on * following - values[t] + going_on * gae_lambda * last
+        result[t] = last
+        following = values[t]
+    return result
+
+
+def evaluate(
+    net: ActorCritic, envs: VectorEnv[Any, Any, Any], episodes: int, max_steps: int, seed: int
+) -> npt.NDArray[np.float64]:
+    """Run the policy without noise and with its statistics frozen; return the episodes' returns, shape (episodes,).
+
+    Each environment contributes a fixed number of its first episodes: taking whatever ends first would favour
+    short ones.
+
+    Raises:
+        UserError: The episodes were not over after `max_steps` steps, counted over all environments.
+    """
+    mode, low, high = net.training, envs.single_action_space.low, envs.single_action_space.high  # type: ignore[attr-defined]
+    net.eval()
+    try:
+        quota = [episodes // envs.num_envs + (i < episodes % envs.num_envs) for i in range(envs.num_envs)]
+        returns: list[list[float]] = [[] for _ in quota]
+        total = np.zeros(envs.num_envs)
+        obs, _ = envs.reset(seed=seed)
+        steps = 0
+        while any(len(done) < wanted for done, wanted in zip(returns, quota, strict=True)):
+            if steps + envs.num_envs > max_steps:
+                over = sum(min(len(done), wanted) for done, wanted in zip(returns, quota, strict=True))
+                raise UserError(
+                    f"the evaluation took {steps} steps, and only {over} of {episodes} episodes are over; "
+                    f"raise --eval-max-steps (now {max_steps}), or ask for fewer --eval-episodes"
+                )
+            with torch.no_grad():
+                action = net(torch.as_tensor(obs)).numpy()
+            obs, reward, terminated, truncated, _ = envs.step(np.clip(action, low, high))
+            steps += envs.num_envs
+            total += reward
+            for i in np.flatnonzero(terminated | truncated):
+                returns[i].append(float(total[i]))
+                total[i] = 0.0
+        return np.array([value for done, wanted in zip(returns, quota, strict=True) for value in done[:wanted]])
+    finally:
+        net.train(mode)
+
+
+def make_run_folder(runs: Path, env_id: str, exp_name: str, seed: int) -> Path:
+    """Make and return a new folder `env__exp__seed__time`; runs started within one second get a suffix each."""
+    env = env_id.rpartition(":")[2].rpartition("/")[2]
+    name = f"{env}__{exp_name}__{seed}__{int(time.time())}"
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        for i in range(1, 10_000):
+            run = runs / (name if i == 1 else f"{name}_{i}")
+            with contextlib.suppress(FileExistsError):
+                run.mkdir()  # exclusive: of two that try, one succeeds
+                return run
+    except OSError as error:
+        raise UserError(f"--runs {runs}: cannot make a folder there: {error.strerror}") from None
+    raise UserError(f"--runs {runs}: 9,999 runs named {name} exist already")
+
+
+def resumed_args(args: Args, saved: dict[str, Any], run: Path) -> Args:
+    """Return the arguments that a run was started with, and of `args` only what may change.
+
+    Raises:
+        UserError: The saved arguments are not ours, or `args` asks for another value of one that is fixed.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(Args)}
+    if set(saved) != set(fields):
+        odd = ", ".join(sorted(set(saved) ^ set(fields)))
+        raise UserError(f"{run}: the saved arguments are those of another version of helm-rl; they differ in: {odd}")
+    try:
+        before = TypeAdapter(Args).validate_python(saved)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(f"{run}: the saved argument {first['loc'][0]} is wrong: {first['msg']}") from None
+    changed = {name: getattr(args, name) for name, default in fields.items() if getattr(args, name) != default}
+    for name, value in changed.items():
+        old = getattr(before, name)
+        if name == "total_timesteps" and value < old:
+            raise UserError(f"--total-timesteps {value}: a resumed run cannot become shorter than it was, {old}")
+        if name not in MAY_CHANGE and value != old:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} {value}: a resumed run keeps --{flag} {old}; start a new run to change it")
+    return dataclasses.replace(before, **changed)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Put Ctrl-C off until the block is done: what is being written is short and worth finishing."""
+    if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
+        yield
+        return
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+def start_tracking(args: Args, run: Path, wandb_id: str | None) -> Any:
+    """Start Weights and Biases and return its run. Must come before the SummaryWriter, which it listens to."""
+    import wandb  # here alone: nothing of it may be loaded without --track
+
+    try:
+        return wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            id=wandb_id,
+            resume="allow",
+            sync_tensorboard=True,
+            config={name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+            name=run.name,
+            dir=str(run),
+        )
+    except wandb.errors.Error as error:
+        raise UserError(
+            f"--track: Weights and Biases did not start: {error}; WANDB_MODE=offline needs no account"
+        ) from None
+
+
+# -- the training ---------------------------------------------------------------------------------------------
+
+
+def train(args: Args) -> Path:
+    """Train, and return the run's folder, which holds the last checkpoint and the TensorBoard log.
+
+    Raises:
+        UserError: An argument is wrong, or training became impossible (a reward or a loss that is not finite);
+            the last good checkpoint is then in the run's folder.
+        KeyboardInterrupt: After Ctrl-C, once the last finished iteration is saved.
+    """
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    saved: tuple[TrainingState, Tensors] | None = None
+    if args.resume is not None:
+        saved = load_training_state(args.resume)
+        args = resumed_args(args, saved[0].training.arguments, args.resume)
+    check_args(args)
+    with contextlib.ExitStack() as stack:
+        envs, environment = make_envs(args)
+        stack.callback(envs.close)
+        if saved is not None and saved[0].environment != environment:
+            changed = [name for name, value in environment if getattr(saved[0].environment, name) != value]
+            raise UserError(
+                f"{args.resume}: the environment is no longer the one trained on; changed: {', '.join(changed)}"
+            )
+        if args.gamma is None:
+            interval_s = math.nan if environment.bounds is None else environment.bounds.interval_s
+            gamma = 0.99 if math.isnan(interval_s) else math.exp(-interval_s / DISCOUNT_S)
+            args = dataclasses.replace(args, gamma=gamma)
+
+        # Logging: TensorBoard always, Weights and Biases on request
+        run = args.resume or make_run_folder(args.runs, args.env_id, args.exp_name, args.seed)
+        wandb_id = None if saved is None else saved[0].wandb_id
+        if args.track:
+            wandb_run = start_tracking(args, run, wandb_id)
+            wandb_id = wandb_run.id
+            stack.callback(wandb_run.finish)
+        # A resumed log drops what was logged after the checkpoint: it will come again
+        writer = SummaryWriter(str(run), purge_step=None if saved is None else saved[0].training.steps + 1)
+        stack.callback(writer.close)
+        rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
+        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+
+        net = learn(args, envs, environment, run, writer, console, saved, wandb_id)
+        if args.eval_episodes:
+            fresh, _ = make_envs(args)
+            stack.callback(fresh.close)
+            result = evaluate(net, fresh, args.eval_episodes, args.eval_max_steps, reset_seed(args.seed, 2**32 - 1))
+            writer.add_scalar("charts/eval_return", result.mean(), args.total_timesteps)
+            console.print(f"evaluation: mean return {result.mean():.6g} over {len(result)} episodes")
+    return run
+
+
+def learn(
+    args: Args,
+    envs: VectorEnv[Any, Any, Any],
+    environment: EnvironmentSection,
+    run: Path,
+    writer: SummaryWriter,
+    console: Console,
+    saved: tuple[TrainingState, Tensors] | None,
+    wandb_id: str | None,
+) -> ActorCritic:
+    """Do all iterations, from the beginning or from a saved state, and leave checkpoints in `run`."""
+    assert args.gamma is not None
+    batch_size = args.num_envs * args.num_steps
+    minibatch_size = batch_size // args.num_minibatches
+    num_iterations = args.total_timesteps // batch_size
+
+    # Seeding: one generator for weights, actions and minibatches, so that nothing else can disturb it
+    torch.set_num_threads(args.torch_threads)
+    generator = torch.Generator().manual_seed(args.seed)
+    obs_size, action_size = environment.observation_size, environment.action_size
+    net = ActorCritic(obs_size, action_size, generator=generator)
+    optimiser = torch.optim.Adam(net.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+
+    # Storage: observations as they were normalised when acted on; the same memory by step and as one batch
+    steps_by_envs = (args.num_steps, args.num_envs)
+    obs_at = torch.zeros((*steps_by_envs, obs_size))
+    means_at = torch.zeros((*steps_by_envs, action_size))
+    actions_at = torch.zeros((*steps_by_envs, action_size))
+    b_obs, b_means, b_actions = obs_at.flatten(0, 1), means_at.flatten(0, 1), actions_at.flatten(0, 1)
+    rewards = np.zeros(steps_by_envs)
+    ends = np.zeros(steps_by_envs, dtype=bool)
+    action_space = envs.single_action_space
+    assert isinstance(action_space, gym.spaces.Box)
+    action_log = np.empty((args.checkpoint_every * args.num_steps, args.num_envs, action_size), action_space.dtype)
+    logged = 0  # steps in the action log: those since the last seeded reset
+
+    # Where we stand: at the beginning, or where the checkpoint says
+    iteration, episodes, seconds = 0, 0, 0.0
+    statistics: dict[str, float | None] = {}
+    commands = [command()]
+    obs = np.zeros((args.num_envs, obs_size))
+    episode_return = np.zeros(args.num_envs)
+    episode_length = np.zeros(args.num_envs, dtype=np.int64)
+    recent: deque[tuple[float, float]] = deque(maxlen=20)  # return and length of the last episodes
+    if saved is not None:
+        before, loop = saved[0].training, restore(str(run), saved[1], net, optimiser, generator)
+        iteration, episodes, seconds = before.iterations, before.episodes, before.seconds
+        statistics, commands = before.statistics, before.commands + commands
+        if iteration >= num_iterations:
+            raise UserError(
+                f"{run}: the run is complete ({before.steps} of {args.total_timesteps} steps); give a larger "
+                "--total-timesteps to go on"
+            )
+        recent.extend((float(r), float(n)) for r, n in loop.recent)
+        done = iteration % args.checkpoint_every  # iterations since the last seeded reset
+        if done:
+            if loop.actions.shape != action_log[: done * args.num_steps].shape:
+                raise UserError(f"{run}: tensor 'loop.actions' has the wrong shape {list(loop.actions.shape)}")
+            obs = replay(envs, reset_seed(args.seed, iteration - done), loop, console)
+            logged = len(loop.actions)
+            action_log[:logged] = loop.actions
+            episode_return, episode_length = loop.episode_return, loop.episode_length
+    started, start_iteration, episodes_at_reset = time.perf_counter(), iteration, episodes
+    snapshot: tuple[Tensors, TrainingSection] | None = None  # the state after the last finished iteration
+    saved_iterations = None if saved is None else iteration
+    warned = False
+
+    def take_snapshot() -> tuple[Tensors, TrainingSection]:
+        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        section = TrainingSection(
+            arguments=arguments | {"resume": None},
+            commands=commands,
+            seed=args.seed,
+            iterations=iteration,
+            steps=iteration * batch_size,
+            episodes=episodes,
+            seconds=seconds + time.perf_counter() - started,
+            statistics=statistics,
+            helm_rl_version=__version__,
+        )
+        loop = Loop(
+            observation=np.asarray(obs, dtype=np.float64),
+            actions=action_log[:logged],
+            episode_return=episode_return,
+            episode_length=episode_length,
+            recent=np.array(recent, dtype=np.float64).reshape(-1, 2),
+        )
+        return capture(net, optimiser, generator, loop), section
+
+    def save() -> None:
+        nonlocal saved_iterations
+        if snapshot is None or snapshot[1].iterations == saved_iterations:
+            return
+        with undisturbed():
+            save_training_state(
+                run,
+                snapshot[0],
+                network=network_section(action_size),
+                environment=environment,
+                training=snapshot[1],
+                wandb_id=wandb_id,
+            )
+            saved_iterations = snapshot[1].iterations
+
+    what = args.env_id if environment.scenario is None else f"scenario {environment.scenario}"
+    console.print(f"training on {what}: {num_iterations} iterations of {batch_size} steps, run folder {run}")
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("iterations"), TimeElapsedColumn(), TimeRemainingColumn())
+    progress = Progress(TextColumn("{task.description}"), *columns, console=console)
+    task = progress.add_task("training", total=num_iterations, completed=iteration)
+    try:
+        progress.start()
+        if saved is None:
+            snapshot = take_snapshot()
+            save()
+        while iteration < num_iterations:
+            # Every so often the environments start afresh, from seeds that a resumed run can know
+            if iteration % args.checkpoint_every == 0:
+                whole = iteration - start_iteration >= args.checkpoint_every
+                if whole and episodes == episodes_at_reset and not warned:
+                    warned = True
+                    console.print(
+                        f"warning: no episode ended within the {logged} steps between two resets; raise "
+                        f"--checkpoint-every (now {args.checkpoint_every}) so that one fits"
+                    )
+                obs, _ = envs.reset(seed=reset_seed(args.seed, iteration))
+                logged, episodes_at_reset = 0, episodes
+                episode_return[:], episode_length[:] = 0.0, 0
+
+            # Annealing the rate
+            lr = args.learning_rate * (1.0 - iteration / num_iterations if args.anneal_lr else 1.0)
+            for group in optimiser.param_groups:
+                group["lr"] = lr
+
+            # Rollout: act on normalised observations; remember the action as drawn, hand it on clipped
+            truncations: list[tuple[int, npt.NDArray[np.intp], torch.Tensor]] = []
+            noise = torch.randn(actions_at.shape, generator=generator)
+            with torch.no_grad():
+                noise *= net.log_std.exp()
+                for step in range(args.num_steps):
+                    global_step = iteration * batch_size + (step + 1) * args.num_envs
+                    raw_obs = torch.as_tensor(obs)
+                    net.normaliser.update(raw_obs)
+                    obs_at[step] = net.normaliser(raw_obs)
+                    means_at[step] = net.actor(obs_at[step])
+                    actions_at[step] = means_at[step] + noise[step]
+                    action = np.clip(actions_at[step].numpy(), action_space.low, action_space.high)
+                    action_log[logged] = action
+                    logged += 1
+                    obs, reward, terminated, truncated, infos = envs.step(action)
+                    rewards[step] = reward
+                    ends[step] = terminated | truncated
+                    check_finite(f"{args.env_id}, step {global_step}", reward=rewards[step], observation=obs)
+                    episode_return += rewards[step]
+                    episode_length += 1
+                    if ends[step].any():
+                        cut = np.flatnonzero(truncated & ~terminated)
+                        if cut.size:
+                            final = np.stack([np.asarray(infos["final_obs"][i], dtype=np.float64) for i in cut])
+                            check_finite(f"{args.env_id}, step {global_step}", final_observation=final)
+                            truncations.append((step, cut, net.normaliser(torch.from_numpy(final))))
+                        for i in np.flatnonzero(ends[step]):
+                            episodes += 1
+                            recent.append((float(episode_return[i]), float(episode_length[i])))
+                            writer.add_scalar("charts/episodic_return", episode_return[i], global_step)
+                            writer.add_scalar("charts/episodic_length", episode_length[i], global_step)
+                        episode_return[ends[step]] = 0.0
+                        episode_length[ends[step]] = 0
+
+                # Bootstrap: a truncated episode would have gone on; the value of its final observation says how
+                for step, cut, final_obs in truncations:
+                    rewards[step, cut] += args.gamma * net.value(final_obs).numpy()
+                values = net.value(b_obs).numpy().reshape(steps_by_envs)
+                next_value = net.value(net.normaliser(torch.as_tensor(obs))).numpy()
+                b_logprobs = net.log_prob(b_means, b_actions)
+
+            # Advantages, and the value's targets in units of the returns' spread
+            adv = advantages(rewards, values, next_value, ends, args.gamma, args.gae_lambda)
+            returns = adv + values
+            variance = float(returns.var())
+            explained_var = math.nan if variance == 0 else 1 - float(adv.var()) / variance
+            b_advantages = torch.from_numpy(adv).flatten().float()
+            b_returns = torch.from_numpy(returns).flatten()
+            net.returns.update(b_returns.unsqueeze(-1))
+            b_targets = net.scale_returns(b_returns)
+
+            # Optimising the policy and the value network
+            clipfracs = []
+            for _ in range(args.update_epochs):
+                b_inds = torch.randperm(batch_size, generator=generator)
+                for mb_inds in b_inds.split(minibatch_size):
+                    mb_obs = b_obs[mb_inds]
+                    newlogprob = net.log_prob(net.actor(mb_obs), b_actions[mb_inds])
+                    logratio = newlogprob - b_logprobs[mb_inds]
+                    ratio = logratio.exp()
+                    with torch.no_grad():
+                        # Two estimates of the KL divergence (Schulman 2020, "Approximating KL divergence")
+                        old_approx_kl = (-logratio).mean()
+                        approx_kl = ((ratio - 1) - logratio).mean()
+                        clipfracs.append(((ratio - 1.0).abs() > args.clip_coef).float().mean())
+
+                    mb_adv = b_advantages[mb_inds]
+                    if args.norm_adv:
+                        mb_adv = (mb_adv - mb_adv.mean()) / (mb_adv.std() + 1e-8)
+                    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                    pg_loss = -torch.min(mb_adv * ratio, mb_adv * clipped).mean()
+                    v_loss = 0.5 * (net.scaled_value(mb_obs) - b_targets[mb_inds]).square().mean()
+                    entropy = net.entropy()
+                    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+
+                    optimiser.zero_grad()
+                    loss.backward()
+                    grad_norm = torch.nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm)
+                    if not math.isfinite(loss.item()) or not math.isfinite(grad_norm.item()):
+                        raise UserError(
+                            f"in iteration {iteration + 1} the loss became {loss.item()} (gradient norm "
+                            f"{grad_norm.item()}); the checkpoint after iteration {iteration} is kept in "
+                            f"{run}; a smaller --learning-rate (now {args.learning_rate:g}) may help"
+                        )
+                    optimiser.step()
+                if args.target_kl is not None and approx_kl > args.target_kl:
+                    break
+
+            # Recording what the iteration gave
+            iteration += 1
+            global_step = iteration * batch_size
+            sps = (iteration - start_iteration) * batch_size / (time.perf_counter() - started)
+            statistics = {
+                "charts/learning_rate": lr,
+                "losses/value_loss": v_loss.item(),
+                "losses/policy_loss": pg_loss.item(),
+                "losses/entropy": entropy.item(),
+                "losses/old_approx_kl": old_approx_kl.item(),
+                "losses/approx_kl": approx_kl.item(),
+                "losses/clipfrac": float(torch.stack(clipfracs).mean()),
+                "losses/explained_variance": None if math.isnan(explained_var) else explained_var,
+            }
+            for tag, value in statistics.items():
+                writer.add_scalar(tag, math.nan if value is None else value, global_step)
+            writer.add_scalar("charts/SPS", int(sps), global_step)
+            shown = "no episode yet"
+            if recent:
+                mean_return, mean_length = np.mean(recent, axis=0)
+                statistics |= {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length}
+                shown = f"return {mean_return:.4g}"
+            progress.update(task, completed=iteration, description=f"training  {shown}  {sps:.0f} steps/s")
+
+            # Checkpoint: in memory after every iteration, on disk every so often and whenever training stops
+            snapshot = take_snapshot()
+            if iteration % args.checkpoint_every == 0 or iteration == num_iterations:
+                save()
+    except BaseException as error:
+        progress.stop()
+        save()
+        if isinstance(error, KeyboardInterrupt):
+            console.print(
+                f"stopped: {saved_iterations or 0} of {num_iterations} iterations are saved; the one in "
+                f"progress is dropped, and done again by: helm-rl train base --resume {run}"
+            )
+        raise
+    progress.stop()
+    return net
+
+
+def check_finite(where: str, **arrays: npt.NDArray[Any]) -> None:
+    """Raise UserError if an environment handed out a number that is not finite; the arrays' names say what it is."""
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            i = int(np.argwhere(~np.isfinite(array))[0][0])
+            raise UserError(
+                f"{where}: the {name.replace('_', ' ')} of an environment is not finite: {array[i]}; the last "
+                "checkpoint is kept"
+            )
+
+
+def replay(envs: VectorEnv[Any, Any, Any], seed: int, loop: Loop, console: Console) -> npt.NDArray[Any]:
+    """Bring fresh environments to where the checkpoint left them, by repeating the actions; return the observations.
+
+    Raises:
+        UserError: They came out elsewhere: the environment is not deterministic, or has changed.
+    """
+    with Progress(console=console, transient=True) as progress:
+        obs, _ = envs.reset(seed=seed)
+        for action in progress.track(loop.actions, description="replaying the environments"):
+            obs, *_ = envs.step(action.copy())
+    if not np.array_equal(np.asarray(obs, dtype=np.float64), loop.observation):
+        raise UserError(
+            "the environments did not come back to the saved observations when the saved actions were "
+            "repeated; they are not deterministic, or have changed since (another version?), so this run "
+            "cannot be resumed; start a new one"
+        )
+    return obs
+
+
+def main(args: Args) -> None:
+    """Train as the command line says, and tell where the result is and what can be done with it."""
+    run = train(args)
+    print(f"run: {run}")
+    if load_training_state(run)[0].environment.bounds is not None:  # of a resumed run, only the state knows
+        print(f"next: helm-rl export {run} --output {run.name}-bundle")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -47,7 +47,7 @@ COMMANDS: dict[str, Command] = {
 
 EXAMPLES: dict[str, str] = {
     "helm-rl demo --output demo-output": "the whole way, in a few minutes; ends with the path of a report",
-    "helm-rl trace generate --scenario burst --output burst.parquet": "a trace of the shipped scenario burst",
+    "helm-rl trace generate burst --output burst.parquet": "a trace of the shipped scenario burst",
 }
 
 FOLDERS = ("cache_engine", "checkpoints", "envs", "eval", "train")

@@ -246,7 +246,7 @@ def test_every_module_of_the_installed_wheel_imports_without_the_extras(
 
 @pytest.mark.slow
 def test_the_installed_wheel_makes_and_inspects_a_trace(plain: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    run(plain, tmp_path, "trace", "generate", "--scenario", "steady", "--output", "steady.parquet")
+    run(plain, tmp_path, "trace", "generate", "steady", "--output", "steady.parquet")
     assert (tmp_path / "steady.parquet").stat().st_size > 10_000
     assert "steady" in run(plain, tmp_path, "trace", "inspect", "steady.parquet")
 
@@ -323,8 +323,15 @@ def test_the_ci_script_can_run() -> None:
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "checkpoints/README.md"])
 def test_commands_in_documents_are_accepted(document: str) -> None:
     text = (ROOT / document).read_text().replace("\\\n", " ")
-    for line in re.findall(r"^(?: {4}|\$ |)(helm-rl [a-z].*)$|`(helm-rl [a-z][^`]*)`", text, flags=re.MULTILINE):
-        words = shlex.split("".join(line), comments=True)[1:]
+    blocks = re.findall(r"^(?: {4}|\$ )(helm-rl .*)$", text, flags=re.MULTILINE)
+    blocks += [
+        line
+        for fenced in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+        for line in fenced.splitlines()
+        if line.startswith("helm-rl ")
+    ]
+    for line in blocks + re.findall(r"`(helm-rl [a-z][^`]*)`", text):
+        words = shlex.split(line, comments=True)[1:]
         name = words[0] if words[0] in cli.COMMANDS else " ".join(words[:2])
         assert name in cli.COMMANDS, line
         _, arguments_class = cli.load(name)

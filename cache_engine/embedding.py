@@ -65,18 +65,14 @@ class EmbeddingCache:
             raise ValueError(f"between 1 and {2**15 - 1} tables, got {self.table_count}")
         self.row_bytes = row_bytes
         self.rows_per_page = rows_per_page
-        self._tables = (
-            [] if isinstance(tables, int) else [_as_bytes(t, row_bytes, k) for k, t in enumerate(tables)]
-        )
+        self._tables = [] if isinstance(tables, int) else [_as_bytes(t, row_bytes, k) for k, t in enumerate(tables)]
         self._pool = pool
         self._most = most
         member = pool.attach(name, self)
         self.state = kernels.new_embedding_state(pool.pages, rows_per_page, most, member)
         self._scratch = kernels.new_embedding_scratch(1024)
 
-    def lookup(
-        self, ids: Array, tables: Array | int = 0, out: npt.NDArray[np.uint8] | None = None
-    ) -> EmbeddingLookup:
+    def lookup(self, ids: Array, tables: Array | int = 0, out: npt.NDArray[np.uint8] | None = None) -> EmbeddingLookup:
         """Look up a batch; missed rows are fetched from the host tables and admitted.
 
         Args:
@@ -132,18 +128,14 @@ class EmbeddingCache:
         """Take at most `budget` FREE pages under the goal (called by the pool)."""
         goal = int(self._pool.state.goal[self.state.scalars[kernels.MEMBER]])
         if goal > self._most:
-            raise ValueError(
-                f"the goal of {goal} pages exceeds max_pages={self._most}, for which the index was sized"
-            )
+            raise ValueError(f"the goal of {goal} pages exceeds max_pages={self._most}, for which the index was sized")
         return int(kernels.accept_pages(self.state, self._pool.state, budget))
 
     def metadata_bytes(self) -> int:
         """Bytes of index and slot metadata; they count against the memory budget."""
         return sum(array.nbytes for array in self.state)
 
-    def _serve(
-        self, keys: npt.NDArray[np.int64], table: npt.NDArray[np.int16], unique: int, out: Array
-    ) -> None:
+    def _serve(self, keys: npt.NDArray[np.int64], table: npt.NDArray[np.int16], unique: int, out: Array) -> None:
         scratch = self._scratch
         first = scratch.first[:unique]
         staged = np.zeros((unique, self.row_bytes), np.uint8)
@@ -199,9 +191,7 @@ def _as_ids(array: Array, what: str) -> npt.NDArray[np.int64]:
     if ids.dtype.kind not in "iu" and ids.size:
         raise TypeError(f"{what} must be integers, got {ids.dtype}")
     if ids.dtype == np.uint64 and ids.size and ids.max() > np.uint64(2**63 - 1):
-        raise ValueError(
-            f"{what} must fit int64, got {ids.max()}; map them to dense codes or view them as int64"
-        )
+        raise ValueError(f"{what} must fit int64, got {ids.max()}; map them to dense codes or view them as int64")
     return np.ascontiguousarray(ids, dtype=np.int64)
 
 

@@ -78,7 +78,7 @@ class KvCache:
             e = kernels.find(self.state, user)
             if e == kernels.NONE:
                 return np.empty(0, np.int32)
-            out = np.empty(self.state.count[e], np.int32)
+            out = np.empty(self.state.n_pages[e], np.int32)
             page = self.state.tail[e]
             for i in range(out.size - 1, -1, -1):
                 out[i] = page

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cache_engine.jit import kernel
+from cache_engine.jit import inner, kernel
 from helm_rl.metrics import SHED_FACTOR
 
 # QueueState.params
@@ -146,7 +146,7 @@ def advance(queue: QueueState, arrival_ns: npt.NDArray[np.int64], now_ns: int) -
         queue.window[COMPUTE_BUSY] += busy
 
 
-@kernel
+@inner
 def _complete(queue: QueueState, request: int, latency_ms: float) -> None:
     window = queue.window
     ratio = latency_ms * 1e6 / queue.params[SLO_NS]

@@ -12,7 +12,8 @@ from cache_engine.backends.cpu.embedding import EmbeddingScratch, EmbeddingState
 from cache_engine.backends.cpu.ghost import GhostState
 from cache_engine.backends.cpu.kv import KvState
 from cache_engine.backends.cpu.pool import PoolState
-from cache_engine.jit import kernel
+from cache_engine.hashing import mix
+from cache_engine.jit import inner, kernel
 from envs.serving import latency
 from envs.serving.latency import QueueState
 from envs.serving.rows import RowState, candidate_rows, history_rows
@@ -96,7 +97,7 @@ def run(
     latency.advance(queue, node.arrival_ns, until_ns)
 
 
-@kernel
+@inner
 def _migrate_until(node: NodeState, pool: PoolState, emb: EmbeddingState, kvs: KvState, now_ns: int) -> None:
     """Move pages on every tick up to `now_ns`, at most the budget on each; the same steps as `HbmPool.migrate`."""
     clocks = node.clocks
@@ -117,7 +118,7 @@ def _migrate_until(node: NodeState, pool: PoolState, emb: EmbeddingState, kvs: K
         window[MOVED] += granted
 
 
-@kernel
+@inner
 def _serve(
     node: NodeState,
     queue: QueueState,
@@ -159,10 +160,12 @@ def _serve(
     embedding.lookup(emb, pool, scratch, node.tables, keys, end)
     misses_tail = 0
     misses_hot = 0
+    miss = scratch.miss
+    threshold = emb_ghost.threshold[0]
     for j in range(end):
-        miss = scratch.miss[j] >= 0
-        ghost.access(emb_ghost, keys[j], 1.0, 1.0)
-        if miss:
+        if mix(np.uint64(keys[j])) < threshold:
+            ghost.follow(emb_ghost, keys[j], 1.0, 1.0)
+        if miss[j] >= 0:
             if tail <= j < hot_end:
                 misses_hot += 1
             else:
@@ -174,9 +177,7 @@ def _serve(
     tokens = history - prefix
     total = float(tokens + candidates) * params[ROWS_PER_TOKEN]
     fraction = rows.hot_fraction[phase]
-    missing = total * (
-        (1.0 - fraction) * rows.tail_share[0] * node.miss_rate[TAIL] + fraction * node.miss_rate[HOT]
-    )
+    missing = total * ((1.0 - fraction) * rows.tail_share[0] * node.miss_rate[TAIL] + fraction * node.miss_rate[HOT])
     window[ROWS] += total
     window[ROWS_HIT] += total - missing
 
@@ -186,25 +187,9 @@ def _serve(
     latency.admit(queue, i, node.arrival_ns[i], missing * params[ROW_BYTES], flop)
 
 
-@kernel
+@inner
 def _learn(miss_rate: npt.NDArray[np.float64], part: int, lookups: int, misses: int) -> None:
     """Smooth a class's miss rate over the last lookups."""
     if lookups > 0:
         weight = min(1.0, lookups / _SMOOTHING)
         miss_rate[part] += weight * (misses / lookups - miss_rate[part])
-
-
-@kernel
-def fill(
-    pool: PoolState, emb: EmbeddingState, scratch: EmbeddingScratch, keys: npt.NDArray[np.int64], tables: npt.NDArray[np.int16], strata: int
-) -> None:
-    """Fill the embedding cache with the most popular rows, the most popular last: a warm start."""
-    slots = pool.owned[emb.scalars[embedding.MEMBER]] * emb.scalars[embedding.ROWS_PER_PAGE]
-    key = min(strata, slots) - 1
-    while key >= 0:
-        n = 0
-        while n < keys.size and key >= 0:
-            keys[n] = key
-            key -= 1
-            n += 1
-        embedding.lookup(emb, pool, scratch, tables, keys, n)

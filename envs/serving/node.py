@@ -41,7 +41,7 @@ class NodeSim:
     background refill.
     """
 
-    def __init__(self, scenario: Scenario, trace: Trace) -> None:
+    def __init__(self, scenario: Scenario, trace: Trace, alpha: float = 0.5, start_ns: int | None = None) -> None:
         if len(trace) == 0:
             raise UserError(f"trace {trace.meta.name} has no requests: there is nothing to serve")
         model = resolve_model(scenario.model)
@@ -104,7 +104,7 @@ class NodeSim:
         self._token_ms = model.flops_per_token / hardware.flop_per_s * 1e3
         self._features = model.features_per_token
         self._ghost_rate = min(1.0, 8192.0 / (self.pages * sampled_rows))
-        self.reset(0.5)
+        self.reset(alpha, start_ns)
 
     def reset(self, alpha: float, start_ns: int | None = None) -> None:
         """Start anew with `alpha` applied, at the first request or at `start_ns` of the trace's clock."""
@@ -148,7 +148,16 @@ class NodeSim:
         embedding.accept_pages(self._emb, self._pool, pages)
         kv.accept_pages(self._kv, self._pool, pages)
         if self._rows.state.content[0] != 1:
-            loop.fill(self._pool, self._emb, self._scratch, self._node.keys, self._node.tables, self._rows.strata)
+            self._fill()
+
+    def _fill(self) -> None:
+        """Fill the embedding cache with the most popular rows, the most popular last."""
+        slots = int(self._pool.owned[EMB]) * self._sampled_rows
+        keys = np.arange(min(self._rows.strata, slots) - 1, -1, -1, dtype=np.int64)
+        size = self._scratch.slots.size
+        for start in range(0, keys.size, size):
+            part = keys[start : start + size]
+            embedding.lookup(self._emb, self._pool, self._scratch, self._node.tables, part, part.size)
 
     def set_target(self, alpha: float) -> None:
         """Ask for `alpha`, within the scenario's bounds; NaN is refused with ValueError."""

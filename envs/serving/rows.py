@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine.hashing import mix, mix2, reduce_range
-from cache_engine.jit import kernel
+from cache_engine.jit import inner, kernel
 from helm_rl.workloads.trace import Trace
 
 LAW, ITEMS, BLOCKS = 0, 1, 2
@@ -143,7 +143,9 @@ def history_rows(
     if last <= first:
         return 0, 0
     if rows.content[0] == ITEMS:
-        return _item_rows(rows, keys, 0, rows.stream, rows.stream_start[user] + first, rows.stream_start[user] + last), 0
+        return _item_rows(
+            rows, keys, 0, rows.stream, rows.stream_start[user] + first, rows.stream_start[user] + last
+        ), 0
     width = rows.block_tokens[0]
     fraction = rows.hot_fraction[phase]
     per_block = width * rows.features[0] * rows.rate[0]
@@ -156,7 +158,19 @@ def history_rows(
             seed = _block_seed(rows, request, user, block)
             if part == 1:
                 seed = mix2(seed, np.uint64(phase) + _CANDIDATES)
-            n = _draw(rows, keys, n, seed, per_block * share, part, phase, width, first - block * width, last - block * width)
+            n = _draw(
+                rows.edges,
+                rows.hot_strata[phase],
+                keys,
+                n,
+                seed,
+                per_block * share,
+                part,
+                phase,
+                width,
+                first - block * width,
+                last - block * width,
+            )
         if part == 0:
             tail = n
     return tail, n - tail
@@ -184,10 +198,10 @@ def candidate_rows(
     if share == 0.0:
         return start
     mean = candidates * rows.features[0] * rows.rate[0] * share
-    return _draw(rows, keys, start, seed, mean, part, phase, 1, 0, 1)
+    return _draw(rows.edges, rows.hot_strata[phase], keys, start, seed, mean, part, phase, 1, 0, 1)
 
 
-@kernel
+@inner
 def _block_seed(rows: RowState, request: int, user: int, block: int) -> np.uint64:
     if rows.content[0] == BLOCKS:
         at = rows.item_start[request] + block
@@ -196,9 +210,10 @@ def _block_seed(rows: RowState, request: int, user: int, block: int) -> np.uint6
     return mix2(np.uint64(user), np.uint64(block))
 
 
-@kernel
+@inner
 def _draw(
-    rows: RowState,
+    edges: npt.NDArray[np.float64],
+    hot_strata: int,
     keys: npt.NDArray[np.int64],
     n: int,
     seed: np.uint64,
@@ -210,7 +225,6 @@ def _draw(
     last: int,
 ) -> int:
     """Draw `mean` sampled rows for a block (rounded at random, by its seed); keep those of tokens [first, last)."""
-    edges = rows.edges
     bins = edges.size - 1
     count = int(mean)
     if (mix(seed) >> _S11) * _UNIT < mean - count:
@@ -223,7 +237,7 @@ def _draw(
             if token < first or token >= last:
                 continue
         if part == 1:
-            keys[n] = _HOT_KEY + (np.int64(phase) << np.int64(40)) + reduce_range(bits, rows.hot_strata[phase])
+            keys[n] = _HOT_KEY + (np.int64(phase) << np.int64(40)) + reduce_range(bits, hot_strata)
         else:
             at = (bits >> _S11) * _UNIT * bins
             b = int(at)
@@ -232,7 +246,7 @@ def _draw(
     return n
 
 
-@kernel
+@inner
 def _item_rows(
     rows: RowState, keys: npt.NDArray[np.int64], n: int, items: npt.NDArray[np.int64], first: int, last: int
 ) -> int:

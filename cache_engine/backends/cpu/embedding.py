@@ -29,7 +29,7 @@ from cache_engine.backends.cpu.pool import (
     take_free_page,
 )
 from cache_engine.hashing import mix2, reduce_range
-from cache_engine.jit import kernel
+from cache_engine.jit import inner, kernel
 
 WAYS = 8
 WINDOW = 8
@@ -147,7 +147,7 @@ def lookup(
     return misses
 
 
-@kernel
+@inner
 def _probe(
     emb: EmbeddingState,
     scratch: EmbeddingScratch,
@@ -195,7 +195,7 @@ def _probe(
     return misses
 
 
-@kernel
+@inner
 def _place(
     emb: EmbeddingState,
     pool: PoolState,
@@ -362,7 +362,7 @@ def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int
     return gone
 
 
-@kernel
+@inner
 def _coldest_page(emb: EmbeddingState, pool: PoolState, member: int) -> int:
     """Return the page to give up next: unpinned if there is one, never one that drains already; -1 if all drain."""
     for k in range(emb.scalars[N_FRESH]):
@@ -383,7 +383,7 @@ def _coldest_page(emb: EmbeddingState, pool: PoolState, member: int) -> int:
     return pinned
 
 
-@kernel
+@inner
 def _close_page(emb: EmbeddingState, page: int) -> None:
     """Take the page off the stack of pages with slots never filled, if it is there: nothing new goes in."""
     n = emb.scalars[N_FRESH]
@@ -395,7 +395,7 @@ def _close_page(emb: EmbeddingState, page: int) -> None:
             break
 
 
-@kernel
+@inner
 def _unpublish_page(emb: EmbeddingState, page: int) -> None:
     """Erase the index entries of a page's rows, before its slots can be anyone else's."""
     rows_per_page = emb.scalars[ROWS_PER_PAGE]
@@ -420,9 +420,7 @@ def invalidate(emb: EmbeddingState, tables: npt.NDArray[np.int16], keys: npt.NDA
                 slot = emb.slot[e]
                 emb.slot[e] = EMPTY
                 emb.entry[slot] = EMPTY
-                emb.last[slot] = np.uint32(
-                    (emb.scalars[NOW] + 0x80000000) & 0xFFFFFFFF
-                )  # older than any live row
+                emb.last[slot] = np.uint32((emb.scalars[NOW] + 0x80000000) & 0xFFFFFFFF)  # older than any live row
                 gone += 1
                 break
     return gone

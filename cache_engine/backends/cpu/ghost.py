@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine.hashing import mix
-from cache_engine.jit import kernel
+from cache_engine.jit import inner, kernel
 
 EMPTY = -1
 
@@ -63,9 +63,13 @@ def new_ghost_state(rate: float, keys: int, span: float, buckets: int) -> GhostS
 @kernel
 def access(ghost: GhostState, key: int, weight: float, asked: float) -> None:
     """Follow one use of `key`: it asks for `asked` units and weighs `weight` from now on. An unsampled key costs a hash."""
-    bits = mix(np.uint64(key))
-    if bits >= ghost.threshold[0]:
-        return
+    if mix(np.uint64(key)) < ghost.threshold[0]:
+        follow(ghost, key, weight, asked)
+
+
+@inner
+def follow(ghost: GhostState, key: int, weight: float, asked: float) -> None:
+    """Follow one use of a sampled key; `access` without the test, for loops that make it themselves."""
     ghost.sums[ASKED] += asked
     at = _find(ghost, key)
     position = ghost.place[at]
@@ -95,7 +99,7 @@ def access(ghost: GhostState, key: int, weight: float, asked: float) -> None:
     _add(ghost, now, weight)
 
 
-@kernel
+@inner
 def _find(ghost: GhostState, key: int) -> int:
     """Return the key's place in the hash table, or the empty place where it belongs."""
     mask = ghost.place.size - 1
@@ -105,7 +109,7 @@ def _find(ghost: GhostState, key: int) -> int:
     return at
 
 
-@kernel
+@inner
 def _compact(ghost: GhostState) -> None:
     """Number the live positions anew from 0, dropping the oldest keys over 3/4 of the bound; rebuild table and tree."""
     bound = ghost.weight.size // 4
@@ -135,7 +139,7 @@ def _compact(ghost: GhostState) -> None:
     ghost.sums[FOLLOWED] = total
 
 
-@kernel
+@inner
 def _add(ghost: GhostState, position: int, weight: float) -> None:
     i = position + 1
     while i < ghost.tree.size:
@@ -143,7 +147,7 @@ def _add(ghost: GhostState, position: int, weight: float) -> None:
         i += i & -i
 
 
-@kernel
+@inner
 def _prefix(ghost: GhostState, count: int) -> float:
     total = 0.0
     i = count

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cache_engine.backends.cpu.pool import PoolState, give_back_page, surplus, take_free_page
 from cache_engine.hashing import mix
-from cache_engine.jit import kernel
+from cache_engine.jit import inner, kernel
 
 NONE = -1
 
@@ -50,7 +50,7 @@ class KvState(NamedTuple):
     user: npt.NDArray[np.int64]  # [U] any int64 is legal
     epoch: npt.NDArray[np.int64]  # [U]
     tokens: npt.NDArray[np.int64]  # [U] valid prefix
-    count: npt.NDArray[np.int32]  # [U] pages
+    n_pages: npt.NDArray[np.int32]  # [U]
     tail: npt.NDArray[np.int32]  # [U] last page, NONE = -1
     pins: npt.NDArray[np.int32]  # [U] leases
     doomed: npt.NDArray[np.uint8]  # [U] 1: unreachable, freed when the last lease ends
@@ -147,8 +147,8 @@ def extend(kv: KvState, pool: PoolState, user: int, epoch: int, tokens: int) -> 
         kv.counters[STALE] += 1
         drop(kv, pool, user)
         e = NONE
-    have = kv.count[e] if e != NONE else 0
-    own_pinned = kv.count[e] if e != NONE and kv.pins[e] > 0 else 0
+    have = kv.n_pages[e] if e != NONE else 0
+    own_pinned = kv.n_pages[e] if e != NONE and kv.pins[e] > 0 else 0
     need = -(-tokens // page_tokens) - have
     if need <= 0:
         if e != NONE:
@@ -176,7 +176,7 @@ def extend(kv: KvState, pool: PoolState, user: int, epoch: int, tokens: int) -> 
         kv.holder[page] = e
         kv.before[page] = kv.tail[e]
         kv.tail[e] = page
-    kv.count[e] += need
+    kv.n_pages[e] += need
     kv.scalars[USED] += need
     if kv.pins[e] > 0:
         kv.scalars[PINNED] += need
@@ -191,7 +191,7 @@ def pin(kv: KvState, user: int) -> int:
     e = find(kv, user)
     if e != NONE:
         if kv.pins[e] == 0:
-            kv.scalars[PINNED] += kv.count[e]
+            kv.scalars[PINNED] += kv.n_pages[e]
         kv.pins[e] += 1
     return e
 
@@ -201,7 +201,7 @@ def unpin(kv: KvState, pool: PoolState, e: int) -> None:
     """End a lease of entry `e`; a dropped user's pages become idle with the last one."""
     kv.pins[e] -= 1
     if kv.pins[e] == 0:
-        kv.scalars[PINNED] -= kv.count[e]
+        kv.scalars[PINNED] -= kv.n_pages[e]
         if kv.doomed[e]:
             kv.doomed[e] = 0
             _free_pages(kv, e)
@@ -258,7 +258,7 @@ def release_pages(kv: KvState, pool: PoolState, budget: int) -> int:
     return gone
 
 
-@kernel
+@inner
 def _evict_oldest(kv: KvState, pool: PoolState, keep: int) -> bool:
     """Make the tail page of the least recent user idle who is neither leased nor `keep`; False if there is none."""
     e = kv.scalars[OLDEST]
@@ -268,11 +268,11 @@ def _evict_oldest(kv: KvState, pool: PoolState, keep: int) -> bool:
         return False
     page = kv.tail[e]
     kv.tail[e] = kv.before[page]
-    kv.count[e] -= 1
-    kv.tokens[e] = min(kv.tokens[e], kv.count[e] * kv.scalars[PAGE_TOKENS])
+    kv.n_pages[e] -= 1
+    kv.tokens[e] = min(kv.tokens[e], kv.n_pages[e] * kv.scalars[PAGE_TOKENS])
     _idle(kv, page)
     kv.counters[EVICTED] += 1
-    if kv.count[e] == 0:
+    if kv.n_pages[e] == 0:
         _unlink(kv, e)
         _erase(kv, e)
         kv.scalars[RESIDENT] -= 1
@@ -280,7 +280,7 @@ def _evict_oldest(kv: KvState, pool: PoolState, keep: int) -> bool:
     return True
 
 
-@kernel
+@inner
 def _idle(kv: KvState, page: int) -> None:
     kv.holder[page] = NONE
     kv.before[page] = NONE
@@ -289,7 +289,7 @@ def _idle(kv: KvState, page: int) -> None:
     kv.scalars[USED] -= 1
 
 
-@kernel
+@inner
 def _free_pages(kv: KvState, e: int) -> None:
     page = kv.tail[e]
     while page != NONE:
@@ -297,17 +297,17 @@ def _free_pages(kv: KvState, e: int) -> None:
         _idle(kv, page)
         page = before
     kv.tail[e] = NONE
-    kv.count[e] = 0
+    kv.n_pages[e] = 0
     kv.tokens[e] = 0
 
 
-@kernel
+@inner
 def _retire(kv: KvState, e: int) -> None:
     kv.unused[kv.scalars[N_UNUSED]] = e
     kv.scalars[N_UNUSED] += 1
 
 
-@kernel
+@inner
 def _insert(kv: KvState, user: int, epoch: int) -> int:
     n = kv.scalars[N_UNUSED] - 1
     e = kv.unused[n]
@@ -315,7 +315,7 @@ def _insert(kv: KvState, user: int, epoch: int) -> int:
     kv.user[e] = user
     kv.epoch[e] = epoch
     kv.tokens[e] = 0
-    kv.count[e] = 0
+    kv.n_pages[e] = 0
     kv.tail[e] = NONE
     mask = kv.place.size - 1
     at = np.int64(mix(np.uint64(user)) & np.uint64(mask))
@@ -327,7 +327,7 @@ def _insert(kv: KvState, user: int, epoch: int) -> int:
     return e
 
 
-@kernel
+@inner
 def _erase(kv: KvState, e: int) -> None:
     """Take the entry out of the hash table, moving later ones of the probe run back (Knuth, algorithm 6.4R)."""
     mask = kv.place.size - 1
@@ -345,7 +345,7 @@ def _erase(kv: KvState, e: int) -> None:
     kv.place[hole] = NONE
 
 
-@kernel
+@inner
 def _unlink(kv: KvState, e: int) -> None:
     older = kv.older[e]
     newer = kv.newer[e]
@@ -359,7 +359,7 @@ def _unlink(kv: KvState, e: int) -> None:
         kv.scalars[NEWEST] = older
 
 
-@kernel
+@inner
 def _link_newest(kv: KvState, e: int) -> None:
     newest = kv.scalars[NEWEST]
     kv.older[e] = newest

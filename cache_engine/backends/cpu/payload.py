@@ -11,16 +11,15 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @kernel
-def store_rows(
-    storage: Bytes, page_bytes: int, rows_per_page: int, slots: npt.NDArray[np.int32], rows: Bytes
-) -> None:
+def store_rows(storage: Bytes, page_bytes: int, rows_per_page: int, slots: npt.NDArray[np.int32], rows: Bytes) -> None:
     """Copy rows[r] into slot slots[r] of the pool's bytes; slot -1 is passed over. rows: [m, row_bytes]."""
     row_bytes = rows.shape[1]
     for r in range(rows.shape[0]):
         slot = slots[r]
         if slot >= 0:
             at = (slot // rows_per_page) * page_bytes + (slot % rows_per_page) * row_bytes
-            storage[at : at + row_bytes] = rows[r]
+            for b in range(row_bytes):
+                storage[at + b] = rows[r, b]
 
 
 @kernel
@@ -39,6 +38,8 @@ def gather_rows(
         slot = slots[i]
         if slot >= 0:
             at = (slot // rows_per_page) * page_bytes + (slot % rows_per_page) * row_bytes
-            out[i] = storage[at : at + row_bytes]
+            for b in range(row_bytes):
+                out[i, b] = storage[at + b]
         else:
-            out[i] = staged[miss[i]]
+            for b in range(row_bytes):
+                out[i, b] = staged[miss[i], b]

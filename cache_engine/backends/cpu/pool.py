@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cache_engine.jit import kernel
+from cache_engine.jit import inner
 
 FREE = -1
 
@@ -56,7 +56,7 @@ def new_pool_state(pages: int, members: int) -> PoolState:
     )
 
 
-@kernel
+@inner
 def take_free_page(pool: PoolState, member: int) -> int:
     """Give a FREE page to `member`, at the end of its list; return it, or -1 if none is FREE."""
     n = pool.scalars[FREE_COUNT]
@@ -73,7 +73,7 @@ def take_free_page(pool: PoolState, member: int) -> int:
     return page
 
 
-@kernel
+@inner
 def give_back_page(pool: PoolState, page: int) -> None:
     """Make an unpinned page FREE. Its member must have unpublished whatever was on it."""
     member = pool.owner[page]
@@ -92,7 +92,7 @@ def give_back_page(pool: PoolState, page: int) -> None:
     pool.scalars[FREE_COUNT] += 1
 
 
-@kernel
+@inner
 def start_drain(pool: PoolState, page: int, now_ns: int) -> None:
     """Mark an owned page: nothing new goes in, it leaves as soon as its leases are clear."""
     pool.draining[page] = 1
@@ -100,7 +100,7 @@ def start_drain(pool: PoolState, page: int, now_ns: int) -> None:
     pool.n_draining[pool.owner[page]] += 1
 
 
-@kernel
+@inner
 def abort_drain(pool: PoolState, page: int) -> None:
     """Return a draining page to its owner; nothing on it was unpublished yet."""
     pool.draining[page] = 0
@@ -109,13 +109,13 @@ def abort_drain(pool: PoolState, page: int) -> None:
     pool.aborted[member] += 1
 
 
-@kernel
+@inner
 def surplus(pool: PoolState, member: int) -> int:
     """Pages that `member` has over its goal, draining ones not counted; 0 if none."""
     return max(0, pool.owned[member] - pool.n_draining[member] - pool.goal[member])
 
 
-@kernel
+@inner
 def shortage(pool: PoolState, member: int) -> int:
     """Pages that `member` lacks; 0 if none."""
     return max(0, pool.goal[member] - pool.owned[member])

@@ -1,0 +1,157 @@
+"""`helm_rl/HelmNode-v0`: one serving node on the model clock, whose split of memory is the action."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+from envs.serving.node import NodeSim
+from envs.training_traces import TrainingTraces, reward
+from helm_rl import observation
+from helm_rl.errors import UserError
+from helm_rl.observation import ObservationBuilder
+from helm_rl.scenario import Scenario, load_scenario
+from helm_rl.workloads.trace import Trace
+
+FloatArray = npt.NDArray[np.float32]
+
+_WARM_S = 30.0
+_DEFAULT_EPISODE_S = 300.0
+
+
+class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
+    """A node that serves a generative recommender under trace-driven load.
+
+    ## Observation
+    Schema v1, `Box(17,)` float32 within [-1, 1]: see `helm_rl.observation`.
+
+    ## Action
+    `Box(-1, 1, (1,))` float32: the rate at which the target alpha changes, in units of the scenario's `control.rate_per_s`.
+    The target stays within [alpha_min, alpha_max]; alpha follows it within the migration budget.
+
+    ## Reward
+    -mean ln(latency / SLO) - tail_weight * mean clip(latency / SLO - 1, 0, 10) - move_cost * |alpha moved| over the
+    interval, minus (with `paired`) the same of a static .5 on the same arrivals.
+
+    ## Start
+    A trace of the set and an instant in it, drawn by the reset's seed; alpha drawn uniformly from its range and kept for
+    30 s of warm-up that the agent does not see.
+
+    ## End
+    Never terminated. Truncated after `episode_s`, or where the trace ends.
+
+    ## Info
+    `alpha`, `target`, `p99_ms` (decayed sketch), `window` (the `WindowStats` behind the observation).
+
+    Args:
+        scenario: shipped name, path of a TOML file, or a Scenario.
+        trace: the arrivals; None generates `trace_count` traces from the scenario.
+        episode_s: seconds of an episode; default 300 s or the whole trace, whichever is shorter.
+        paired: subtract the reward of a static .5.
+        trace_count, seed: how many traces are generated, and from which seed.
+        traces: a set to share with other environments, instead of the three above.
+        render_mode: None; there is nothing to render.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 (gymnasium's own spelling)
+
+    def __init__(
+        self,
+        scenario: str | Path | Scenario = "burst",
+        trace: Trace | None = None,
+        episode_s: float | None = None,
+        *,
+        paired: bool = True,
+        trace_count: int = 1,
+        seed: int = 0,
+        traces: TrainingTraces | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        if render_mode is not None:
+            raise UserError(f"render_mode must be None, got {render_mode!r}: there is nothing to render")
+        self.render_mode = None
+        if traces is None:
+            loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+            traces = TrainingTraces(loaded, None if trace is None else [trace], count=trace_count, seed=seed)
+        self.scenario = traces.scenario
+        self._traces = traces
+        self._interval_ns = traces.interval_ns
+        self._paired = paired
+        if episode_s is not None and not episode_s * 1e9 >= self._interval_ns:
+            raise UserError(
+                f"episode_s must be at least one interval ({self.scenario.control.interval_s:g} s), got {episode_s}"
+            )
+        self._episode_s = episode_s
+        self.observation_space = spaces.Box(observation.LOW, observation.HIGH, dtype=np.float32)
+        self.action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+        self._builder = ObservationBuilder(self.scenario.slo_ms)
+        self._node: NodeSim | None = None
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[FloatArray, dict[str, Any]]:
+        """Start an episode.
+
+        Options, each optional: `trace` (its number in the set), `start` (interval at which the episode begins), `alpha`.
+        """
+        super().reset(seed=seed)
+        chosen = options or {}
+        unknown = set(chosen) - {"trace", "start", "alpha"}
+        if unknown:
+            raise UserError(f"unknown reset options {sorted(unknown)}; known: trace, start, alpha")
+        control = self.scenario.control
+        i = int(chosen.get("trace", self.np_random.integers(len(self._traces))))
+        trace = self._traces.trace(i)
+        intervals = self._traces.intervals(i)
+        if intervals < 1:
+            raise UserError(
+                f"trace {trace.meta.name} has less than one interval ({control.interval_s:g} s) after its warm-up"
+            )
+        asked_s = _DEFAULT_EPISODE_S if self._episode_s is None else self._episode_s
+        self._steps_left = min(intervals, max(1, round(asked_s / control.interval_s)))
+        self._k = int(chosen.get("start", self.np_random.integers(intervals - self._steps_left + 1)))
+        if not 0 <= self._k < intervals:
+            raise UserError(f"option start must be in [0, {intervals}), got {self._k}")
+        self._steps_left = min(self._steps_left, intervals - self._k)
+        alpha = float(chosen.get("alpha", self.np_random.uniform(control.alpha_min, control.alpha_max)))
+        self._reference = self._traces.reference(i) if self._paired else np.zeros(intervals)
+        start = trace.meta.measure_from_ns + self._k * self._interval_ns
+        begin = max(start - round(_WARM_S * 1e9), min(int(trace.arrival_ns[0]), start))
+        self._node = NodeSim(self.scenario, trace, alpha, start_ns=begin)
+        self._start_ns = start
+        self._builder.reset()
+        while True:
+            begin = min(begin + max(self._interval_ns, 1_000_000_000), start)
+            window = self._node.run(begin)
+            obs = self._builder.update(window)
+            if begin == start:
+                break
+        return obs, self._info(window)
+
+    def step(self, action: FloatArray) -> tuple[FloatArray, float, bool, bool, dict[str, Any]]:
+        """Serve one interval with the target that the action asks for."""
+        node = self._node
+        if node is None:
+            raise gym.error.ResetNeeded("call reset before step")
+        if self._steps_left == 0:
+            raise gym.error.ResetNeeded("the episode has ended: call reset")
+        rate = float(np.asarray(action).reshape(-1)[0])
+        if not np.isfinite(rate):
+            raise ValueError(f"the action must be a number in [-1, 1], got {action}")
+        control = self.scenario.control
+        before = node.alpha
+        node.set_target(node.target + min(max(rate, -1.0), 1.0) * control.rate_per_s * control.interval_s)
+        self._start_ns += self._interval_ns
+        window = node.run(self._start_ns)
+        earned = reward(window, self.scenario, window.alpha - before) - float(self._reference[self._k])
+        self._k += 1
+        self._steps_left -= 1
+        return self._builder.update(window), earned, False, self._steps_left == 0, self._info(window)
+
+    def _info(self, window: Any) -> dict[str, Any]:
+        return {"alpha": window.alpha, "target": window.target, "p99_ms": window.p99_ms, "window": window}

@@ -1,0 +1,89 @@
+"""The arrivals that environments draw their episodes from, and what a static split would have earned on them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from envs.serving.node import NodeSim
+from helm_rl.errors import UserError
+from helm_rl.metrics import WindowStats
+from helm_rl.scenario import Scenario
+from helm_rl.workloads.generate import generate
+from helm_rl.workloads.trace import Trace
+
+SEEDS_FROM = 1 << 32
+"""Generated training traces have seeds from here on; evaluations use smaller ones, so the two never share arrivals."""
+
+REFERENCE_ALPHA = 0.5
+
+
+class TrainingTraces:
+    """A fixed set of traces, shared by environments of one scenario; everything is made when first asked for.
+
+    Args:
+        scenario: what is served.
+        traces: the traces, or None to generate `count` from the scenario with seeds from SEEDS_FROM + count * seed.
+    """
+
+    def __init__(
+        self, scenario: Scenario, traces: Sequence[Trace] | None = None, *, count: int = 8, seed: int = 0
+    ) -> None:
+        if traces is not None and len(traces) == 0:
+            raise UserError("no traces were given: at least one is needed")
+        if count < 1:
+            raise UserError(f"the number of training traces must be at least 1, got {count}")
+        self.scenario = scenario
+        self.interval_ns = round(scenario.control.interval_s * 1e9)
+        self._traces: list[Trace | None] = list(traces) if traces is not None else [None] * count
+        self._first_seed = SEEDS_FROM + count * seed
+        self._references: list[npt.NDArray[np.float64] | None] = [None] * len(self._traces)
+        self._locks = [threading.RLock() for _ in self._traces]
+
+    def __len__(self) -> int:
+        return len(self._traces)
+
+    def trace(self, i: int) -> Trace:
+        """Return trace i."""
+        with self._locks[i]:
+            trace = self._traces[i]
+            if trace is None:
+                trace = self._traces[i] = generate(self.scenario, seed=self._first_seed + i)
+            return trace
+
+    def intervals(self, i: int) -> int:
+        """Return the number of whole intervals of trace i from the start of measurement to its end."""
+        trace = self.trace(i)
+        return int((trace.arrival_ns[-1] - trace.meta.measure_from_ns) // self.interval_ns)
+
+    def reference(self, i: int) -> npt.NDArray[np.float64]:
+        """Return what a static split of REFERENCE_ALPHA earns on trace i, [intervals]."""
+        with self._locks[i]:
+            reference = self._references[i]
+            if reference is None:
+                trace = self.trace(i)
+                node = NodeSim(self.scenario, trace, REFERENCE_ALPHA)
+                start = trace.meta.measure_from_ns
+                node.run(max(start, node.now_ns))
+                reference = np.array(
+                    [
+                        reward(node.run(start + (k + 1) * self.interval_ns), self.scenario, moved=0.0)
+                        for k in range(self.intervals(i))
+                    ]
+                )
+                self._references[i] = reference
+            return reference
+
+
+def reward(window: WindowStats, scenario: Scenario, moved: float) -> float:
+    """Return -mean ln(latency / SLO) - tail_weight * mean clip(latency / SLO - 1, 0, 10) - move_cost * alpha moved.
+
+    The means are over the requests that completed in the window; with none, they are 0.
+    """
+    weights = scenario.reward
+    served = max(window.completed, 1)
+    latency = window.log_latency_sum / served + weights.tail_weight * window.excess_sum / served
+    return -latency - weights.move_cost * abs(moved)

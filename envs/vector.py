@@ -1,0 +1,112 @@
+"""A vector environment of nodes, stepped on threads: the compiled loop releases the GIL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from envs.node_env import FloatArray, HelmNodeEnv
+from envs.training_traces import TrainingTraces
+from helm_rl import observation
+from helm_rl.errors import UserError
+from helm_rl.scenario import Scenario
+from helm_rl.workloads.trace import Trace
+
+T = TypeVar("T")
+
+
+class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
+    """`num_envs` nodes under one scenario; an episode that ends is reset in the same step.
+
+    Where episodes end, infos carry `final_obs` (float32 [num_envs, 17], rows of running episodes NaN) and the mask
+    `_final_obs`, as gymnasium's own vector environments do with AutoresetMode.SAME_STEP. `alpha` and `p99_ms` are arrays
+    [num_envs]. Results do not depend on the number of threads.
+
+    Args:
+        num_envs: number of nodes.
+        scenario: what they serve.
+        seed: of the training traces.
+        traces: arrivals to use instead of generated ones.
+        trace_count: traces to generate.
+        episode_s, paired: see `HelmNodeEnv`.
+        threads: default: the cores that the process may use.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        scenario: Scenario,
+        seed: int = 0,
+        traces: Sequence[Trace] | None = None,
+        *,
+        trace_count: int = 8,
+        episode_s: float | None = None,
+        paired: bool = True,
+        threads: int | None = None,
+    ) -> None:
+        super().__init__()
+        if num_envs < 1:
+            raise UserError(f"num_envs must be at least 1, got {num_envs}")
+        self.num_envs = num_envs
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        shared = TrainingTraces(scenario, traces, count=trace_count, seed=seed)
+        self.envs = [HelmNodeEnv(traces=shared, episode_s=episode_s, paired=paired) for _ in range(num_envs)]
+        self.single_observation_space = self.envs[0].observation_space
+        self.single_action_space = self.envs[0].action_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._threads = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)))
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[FloatArray, dict[str, Any]]:
+        """Start an episode in every node; env i is seeded with seed + i, as in gymnasium."""
+        seeds = seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
+        if len(seeds) != self.num_envs:
+            raise UserError(f"one seed per environment: {len(seeds)} for {self.num_envs}")
+        results = self._map(lambda i: self.envs[i].reset(seed=seeds[i], options=options))
+        return np.stack([obs for obs, _ in results]), _gather([info for _, info in results])
+
+    def step(
+        self, actions: FloatArray
+    ) -> tuple[FloatArray, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
+        """Serve one interval in every node."""
+        if len(actions) != self.num_envs:
+            raise ValueError(f"one action per environment: {len(actions)} for {self.num_envs}")
+
+        def one(i: int) -> tuple[FloatArray, float, bool, FloatArray | None, dict[str, Any]]:
+            obs, earned, _, truncated, info = self.envs[i].step(actions[i])
+            if not truncated:
+                return obs, earned, False, None, info
+            return self.envs[i].reset()[0], earned, True, obs, info
+
+        results = self._map(one)
+        obs = np.stack([result[0] for result in results])
+        rewards = np.array([result[1] for result in results])
+        truncations = np.array([result[2] for result in results])
+        infos = _gather([result[4] for result in results])
+        if truncations.any():
+            final = np.full((self.num_envs, observation.SIZE), np.nan, np.float32)
+            for i, result in enumerate(results):
+                if result[3] is not None:
+                    final[i] = result[3]
+            infos["final_obs"], infos["_final_obs"] = final, truncations.copy()
+        return obs, rewards, np.zeros(self.num_envs, np.bool_), truncations, infos
+
+    def close_extras(self, **_: Any) -> None:
+        """Stop the threads."""
+        self._threads.shutdown()
+
+    def _map(self, work: Callable[[int], T]) -> list[T]:
+        return list(self._threads.map(work, range(self.num_envs)))
+
+
+def _gather(infos: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: np.array([info[name] for info in infos]) for name in ("alpha", "p99_ms")}

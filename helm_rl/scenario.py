@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -235,15 +236,17 @@ def _read(path: Path) -> str:
 
 def _explain(path: Path, text: str, error: ValidationError) -> str:
     """Put the first thing that pydantic found into one sentence."""
-    first, *others = error.errors()
+    # A misspelt key is reported twice, as unknown and as missing: the first tells more.
+    first, *others = sorted(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     location = first["loc"]
     field = _dotted(location)
     line = _line_of(text, location)
     where = f"{path}, line {line}" if line else f"{path}"
     kind, given = first["type"], first.get("input")
     if kind == "extra_forbidden":
-        known = ", ".join(_fields_at(location[:-1]))
-        message = f"unknown key {field}; known here: {known}"
+        known = _fields_at(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        message = f"unknown key {field}; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
     elif kind == "missing":
         message = f"{field} is missing"
     elif kind == "value_error":

@@ -226,7 +226,9 @@ class Trace:
         schema = self._schema()
         with (
             atomic_file(path) as aside,
-            pq.ParquetWriter(aside, schema, compression="zstd", use_dictionary=False) as writer,
+            pq.ParquetWriter(
+                aside, schema, compression="zstd", use_dictionary=False, write_page_checksum=True
+            ) as writer,
         ):
             for first in range(0, len(self), ROW_GROUP):
                 last = min(first + ROW_GROUP, len(self))
@@ -427,7 +429,7 @@ class _TraceFile:
         self.path = path
         _refuse_other_files(path)
         try:
-            self.file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
+            self.file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise UserError(f"{path} is damaged or not a whole Parquet file: {_first_line(error)}") from None
         try:
@@ -558,13 +560,18 @@ class _TraceFile:
     def _record_batches(self, rows: int, names: list[str]) -> Iterator[Any]:
         import pyarrow as pa
 
+        found = 0
         try:
             for batch in self.file.iter_batches(batch_size=rows, columns=names, use_threads=False):
                 batch.validate(full=True)
+                found += batch.num_rows
                 if batch.num_rows:
                     yield batch
         except (pa.ArrowException, OSError, ValueError) as error:
             raise UserError(f"{self.path} is damaged: {_first_line(error)}") from None
+        declared = self.file.metadata.num_rows
+        if found != declared:
+            raise UserError(f"{self.path} is damaged: it declares {declared} requests and has {found}")
 
     def _plain(self, name: str, column: Any) -> npt.NDArray[Any]:
         if column.null_count:

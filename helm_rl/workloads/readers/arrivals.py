@@ -168,5 +168,5 @@ def _stragglers(time_ns: Int64Array) -> list[str]:
         return []
     days = gaps[widest] / _DAY_NS
     where, count, cut = ("first", before, "start-s") if before <= after else ("last", after, "end-s")
-    seconds = (int(time_ns[widest + 1]) if where == "first" else int(time_ns[widest]) + 1) - int(time_ns[0])
-    return [f"the {where} {count} of {time_ns.size} lie {days:.1f} days off (--{cut} {seconds / 1e9:.3f} cuts them)"]
+    middle_s = (int(time_ns[widest]) + int(gaps[widest]) // 2 - int(time_ns[0])) / 1e9
+    return [f"the {where} {count} of {time_ns.size} lie {days:.1f} days off (--{cut} {middle_s:.0f} cuts them)"]

@@ -1,0 +1,176 @@
+"""Scenarios: the shipped ones, validation, and errors that name file, line and field."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from helm_rl.errors import UserError
+from helm_rl.scenario import LoadSection, Scenario, load_scenario, scenario_hash, scenario_names
+
+SMALL = """\
+name = "mine"
+slo_ms = 80
+
+[load]
+rate = 10
+items = 3e8
+
+[[load.phase]]
+start_s = 10
+seconds = 5
+rate = 20
+requests_per_visit = 3
+
+[[load.phase]]
+start_s = 20
+seconds = 5
+rate = 30
+requests_per_visit = 3
+"""
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "mine.toml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_shipped_scenarios_load_by_name_and_carry_it() -> None:
+    assert {"burst", "steady", "trend"} <= set(scenario_names())
+    for name in scenario_names():
+        assert load_scenario(name).name == name
+
+
+def test_burst_is_what_the_contract_says() -> None:
+    burst = load_scenario("burst")
+    assert (burst.slo_ms, burst.seconds, burst.seed) == (100, 600, 1)
+    assert (burst.hardware.link_gb_s, burst.hardware.pool_gib, burst.hardware.page_kib) == (1.5, 48, 2048)
+    assert (burst.control.alpha_min, burst.control.alpha_max, burst.control.rate_per_s) == (0.1, 0.9, 0.06)
+    assert (burst.load.rate, burst.load.requests_per_visit, burst.load.items) == (140, 1.15, 300_000_000)
+    (phase,) = burst.load.phase
+    assert (phase.start_s, phase.seconds, phase.rate, phase.requests_per_visit) == (120, 60, 420, 15)
+    assert (phase.hot_fraction, phase.hot_items, phase.label) == (0.6, 4000, "burst")
+    assert burst.reward.move_cost == 0.01
+
+
+def test_steady_is_burst_without_its_phase() -> None:
+    burst, steady = load_scenario("burst"), load_scenario("steady")
+    load = burst.load.model_copy(update={"phase": ()})
+    assert steady == burst.model_copy(update={"name": "steady", "load": load})
+
+
+def test_defaults_fill_what_a_file_leaves_out(tmp_path: Path) -> None:
+    scenario = load_scenario(write(tmp_path, SMALL))
+    assert scenario.warm_s == 60
+    assert scenario.load.items == 300_000_000
+    assert isinstance(scenario.load.items, int)
+    assert scenario.load.phase[1].rate == 30
+    assert scenario.load.phase[1].think_s is None
+    assert scenario.load.parts == (scenario.load, *scenario.load.phase)
+
+
+def test_hash_depends_on_values_not_on_spelling(tmp_path: Path) -> None:
+    first = load_scenario(write(tmp_path, SMALL))
+    spelled = "# a comment\n" + SMALL.replace("3e8", "300_000_000").replace("slo_ms = 80", "slo_ms = 80.0")
+    second = load_scenario(write(tmp_path, spelled))
+    third = load_scenario(write(tmp_path, SMALL.replace("rate = 30", "rate = 30.5")))
+    assert scenario_hash(first) == scenario_hash(second)
+    assert scenario_hash(first) != scenario_hash(third)
+    assert len(scenario_hash(first)) == 64
+
+
+def test_a_scenario_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        load_scenario("burst").slo_ms = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("slo_ms = 80", "", None, "slo_ms is missing"),
+        ("slo_ms = 80", "slo_sm = 80", 2, "unknown key slo_sm; did you mean slo_ms?"),
+        ("slo_ms = 80", "slo_ms = 80\ncolour = 3", 3, "unknown key colour; known: name, slo_ms, "),
+        ("rate = 30", "", 14, "load.phase[1].rate is missing"),
+        ("rate = 30", "rat = 30", 17, "unknown key load.phase[1].rat; did you mean rate?"),
+        ("rate = 30", "rate = 30\nhot = 3", 18, "unknown key load.phase[1].hot"),
+        ("rate = 30", "rate = -30", 17, "load.phase[1].rate = -30"),
+        ("rate = 20", 'rate = "20"', 11, "load.phase[0].rate = '20'"),
+        ("rate = 20", "rate = nan", 11, "load.phase[0].rate = nan"),
+        ("rate = 20", "rate = inf", 11, "load.phase[0].rate = inf"),
+        ("rate = 20", "rate = true", 11, "load.phase[0].rate = True"),
+        ("items = 3e8", "items = 3.5", 6, "load.items = 3.5"),
+        ("items = 3e8", "items = 0", 6, "load.items = 0"),
+        ("items = 3e8", "items = 3\nusers = [1]", 7, "load.users: "),
+        ("requests_per_visit = 3\n\n", "requests_per_visit = 0.5\n\n", 12, "load.phase[0].requests_per_visit = 0.5"),
+        ('name = "mine"', 'name = ""', 1, "name = ''"),
+        ("start_s = 20", "start_s = 596", None, "load.phase[1] ends at 601 s, after the end at seconds = 600"),
+        ("[load]", "[control]\nalpha_min = 0.9\nalpha_max = 0.2\n[load]", 4, "alpha_min = 0.9 must be below"),
+        ("[load]", "[control]\ninterval_s = 60\n[load]", 5, "control.interval_s = 60"),
+        ("[load]", "[hardware]\nlink = 'carrier-pigeon'\n[load]", 5, "hardware.link = 'carrier-pigeon'"),
+        ("[load]", "[load]\nhistory_mean = 9000", 4, "history_mean = 9000 must be at most .95 of history_max"),
+        ("rate = 20", "rate = 20\nhot_fraction = 0.5\nhot_items = 400_000_000", 4, "hot sets hold 400000000 items"),
+    ],
+)
+def test_errors_name_file_line_and_field(tmp_path: Path, old: str, new: str, line: int | None, said: str) -> None:
+    assert SMALL.count(old) == 1
+    path = write(tmp_path, SMALL.replace(old, new))
+    with pytest.raises(UserError) as caught:
+        load_scenario(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}, line {line}: " if line else f"{path}: ")
+    assert said in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b" \n\n", "is empty"),
+        (b"name = \n", "is not valid TOML"),
+        (b"name = 'a'\nname = 'b'\n", "is not valid TOML"),
+        (b"slo_ms = " + b"9" * 5000, "cannot be read"),
+        (b"a = " + b"[" * 100_000, "is not valid TOML"),
+        (b"name = 'a'\nslo_ms = \xff\n", "line 2: not UTF-8"),
+        (b"\x00\x01\x02", "is not valid TOML"),
+        (b"# " + b"x" * (1 << 20), "too many for a scenario"),
+        (b"load = 3\nname = 'a'\nslo_ms = 3", "load"),
+        (b"name = 'a'\nslo_ms = 3\n[load]\nrate = 0", "there would be no request"),
+    ],
+)
+def test_files_that_are_no_scenario(tmp_path: Path, content: bytes, said: str) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(UserError, match=r".") as caught:
+        load_scenario(path)
+    assert str(caught.value).startswith(str(path))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600 + len(str(path))
+
+
+def test_a_name_that_is_neither_shipped_nor_a_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"burts is neither a shipped scenario \(burst, .*\) nor a file"):
+        load_scenario("burts")
+    with pytest.raises(UserError, match="is not a file"):
+        load_scenario(tmp_path)
+
+
+def test_byte_order_mark_and_crlf_are_accepted(tmp_path: Path) -> None:
+    plain = load_scenario(write(tmp_path, SMALL))
+    marked = load_scenario(write(tmp_path, b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode()))
+    assert plain == marked
+
+
+def test_every_field_of_the_shipped_files_differs_from_no_default_by_accident() -> None:
+    """`burst` states the defaults: a file that says less must mean the same."""
+    burst = load_scenario("burst")
+    phase = [part.model_dump() for part in burst.load.phase]
+    bare = Scenario.model_validate({"name": "burst", "slo_ms": 100, "load": {"phase": phase}})
+    assert bare == burst
+    assert LoadSection() == burst.load.model_copy(update={"phase": ()})
+    with open(Path(load_scenario.__code__.co_filename).parent / "scenarios" / "burst.toml", "rb") as file:
+        assert "move_cost" in tomllib.load(file)["reward"]

@@ -95,6 +95,7 @@ class LoadPhase(_Section):
     seconds: Annotated[Real, Field(gt=0)]
     rate: _RequestRate  # requests/s, at its start
     rate_end: _RequestRate | None = None  # requests/s at its end; None: constant
+    ramp_s: Annotated[Real, Field(ge=0)] = 0.0  # it comes up over its first, and goes down over its last, ramp_s
     requests_per_visit: _RequestsPerVisit
     think_s: _ThinkSeconds | None = None  # mean pause between a visit's requests; None: that of [load]
     hot_fraction: _Fraction = 0.0  # share of items drawn from the phase's hot set
@@ -169,6 +170,10 @@ class Scenario(_Section):
     def _check(self) -> Scenario:
         for index, phase in enumerate(self.load.phase):
             end_s = phase.start_s + phase.seconds
+            if 2 * phase.ramp_s > phase.seconds:
+                raise ValueError(
+                    f"load.phase[{index}].ramp_s = {phase.ramp_s:g} must be at most half of seconds = {phase.seconds:g}"
+                )
             if end_s > self.seconds * (1 + 1e-12):
                 raise ValueError(
                     f"load.phase[{index}] ends at {end_s:g} s, after the end at seconds = {self.seconds:g}"

@@ -30,23 +30,32 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Rate:
-    """A request rate over [start_s, end_s): constant until drift_s, then linear from `first` to `last`."""
+    """A request rate over [start_s, end_s): constant until drift_s, then linear from `first` to `last`.
+
+    Over the first and the last `ramp_s` it is scaled, linearly from and to nothing.
+    """
 
     start_s: float
     drift_s: float
     end_s: float
     first: float
     last: float
+    ramp_s: float = 0.0
+
+    def at(self, time_s: FloatArray) -> FloatArray:
+        """Return the rate (requests/s) at instants within [start_s, end_s)."""
+        rate = self.first + self.slope * np.maximum(time_s - self.drift_s, 0.0)
+        if self.ramp_s > 0:
+            rate = rate * np.clip(np.minimum(time_s - self.start_s, self.end_s - time_s) / self.ramp_s, 0.0, 1.0)
+        return rate
 
     def requests(self, from_s: float, to_s: float) -> float:
         """Return the requests asked for in [from_s, to_s)."""
         from_s, to_s = max(from_s, self.start_s), min(to_s, self.end_s)
         if to_s <= from_s:
             return 0.0
-        flat = max(0.0, min(to_s, self.drift_s) - from_s)
-        low = max(from_s, self.drift_s)
-        middle = (low + to_s) / 2 - self.drift_s
-        return flat * self.first + max(0.0, to_s - low) * (self.first + self.slope * middle)
+        edges = np.linspace(from_s, to_s, _GRID + 1)
+        return float(self.at((edges[:-1] + edges[1:]) / 2).mean() * (to_s - from_s))
 
     @property
     def slope(self) -> float:
@@ -76,7 +85,7 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     rates = [_Rate(-scenario.warm_s, 0.0, scenario.seconds, load.rate, _last(load))]
     for phase in load.phase:
         end_s = min(phase.start_s + phase.seconds, scenario.seconds)
-        rates.append(_Rate(phase.start_s, phase.start_s, end_s, phase.rate, _last(phase)))
+        rates.append(_Rate(phase.start_s, phase.start_s, end_s, phase.rate, _last(phase), phase.ramp_s))
     expected = sum(rate.requests(rate.start_s, rate.end_s) for rate in rates)
     if expected > MAX_REQUESTS or expected * load.new_tokens_mean > MAX_ITEMS:
         raise UserError(
@@ -185,25 +194,11 @@ def _requests(
 def _arrivals(
     rng: np.random.Generator, rate: _Rate, per_visit: float, think_s: float
 ) -> tuple[FloatArray, IntArray, int]:
-    """Return times (s) of requests, the visit of each, and the number of visits; some times lie past the end.
-
-    The visits under way, n, gain a share q = 1 - 1 / per_visit of all requests and lose n / think_s a
-    second. Visits start at the rate that makes requests come at the rate asked, r(t) - n(t) / think_s, with
-    n in closed form for a linear r.
-    """
-    ends, continues = 1 / per_visit, 1 - 1 / per_visit
-    # A drift that starts at the load's own start is joined in its own equilibrium, if there is one.
-    lag = rate.slope * think_s if rate.drift_s <= rate.start_s else 0.0
-    under_way = max(0.0, continues * think_s * (rate.first - lag))
-    edges = np.linspace(rate.drift_s, rate.end_s, _GRID + 1)
-    since_s = (edges[:-1] + edges[1:]) / 2 - rate.drift_s
-    steady = continues * (rate.first - rate.slope * think_s)
-    starts = ends * (rate.first + rate.slope * since_s) + continues * rate.slope * think_s
-    starts += (steady - under_way / think_s) * np.exp(-since_s / think_s)
-    if rate.drift_s > rate.start_s:
-        edges = np.concatenate([[rate.start_s], edges])
-        starts = np.concatenate([[ends * rate.first], starts])
-    cumulated = np.concatenate([[0.0], np.cumsum(np.maximum(starts, 0.0) * np.diff(edges))])
+    """Return times (s) of requests, the visit of each, and the number of visits; some times lie past the end."""
+    ends = 1 / per_visit
+    edges = np.linspace(rate.start_s, rate.end_s, _GRID + 1)
+    starts, under_way = _visit_starts(rate, edges, per_visit, think_s)
+    cumulated = np.concatenate([[0.0], np.cumsum(starts * np.diff(edges))])
 
     begun = np.interp(rng.random(rng.poisson(cumulated[-1])) * cumulated[-1], cumulated, edges)
     joined = rate.start_s + rng.exponential(think_s, size=rng.poisson(under_way))
@@ -216,6 +211,33 @@ def _arrivals(
     elapsed = np.cumsum(pauses)
     elapsed -= np.repeat(elapsed[last - counts] if counts.size else elapsed, counts)
     return first_s[visit] + elapsed, visit, first_s.size
+
+
+def _visit_starts(rate: _Rate, edges: FloatArray, per_visit: float, think_s: float) -> tuple[FloatArray, float]:
+    """Return the rate at which visits start in each piece of time, and the number under way at the start.
+
+    The visits under way, n, gain a share q = 1 - 1 / per_visit of all requests and lose n / think_s a second; visits start
+    at the rate that makes requests come at the rate asked, r(t) - n(t) / think_s, or not at all where that is negative.
+    """
+    continues = 1 - 1 / per_visit
+    asked = rate.at((edges[:-1] + edges[1:]) / 2)
+    # A drift that starts at the load's own start is joined in its own equilibrium, if there is one.
+    lag = rate.slope * think_s if rate.drift_s <= rate.start_s else 0.0
+    first = 0.0 if rate.ramp_s > 0 else rate.first
+    under_way = n = max(0.0, continues * think_s * (first - lag))
+    step_s = float(edges[1] - edges[0])
+    kept = math.exp(-step_s / think_s)
+    idle = math.exp(-step_s / think_s * (1 - continues))  # nobody starts: only visits that go on
+    starts = np.zeros(asked.size)
+    for k, r in enumerate(asked.tolist()):
+        after = n * kept + continues * think_s * r * (1 - kept)
+        mean = continues * think_s * r + (n - after) * think_s / step_s  # of n over the piece: dn/dt integrated
+        starts[k] = r - mean / think_s
+        if starts[k] < 0:
+            starts[k] = 0.0
+            after = n * idle
+        n = after
+    return starts, under_way
 
 
 def _phases(scenario: Scenario, rates: list[_Rate]) -> tuple[TracePhase, ...]:

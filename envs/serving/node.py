@@ -179,6 +179,11 @@ class NodeSim:
         """Latency of each request from its scheduled arrival, [n]; NaN: not complete; shed: SHED_FACTOR times the SLO."""
         return self._queue.latency_ms
 
+    @property
+    def simulated_lookups(self) -> int:
+        """Row lookups that the embedding cache has answered since the reset; each stands for 1 / rate rows."""
+        return int(self._emb.counters[embedding.REQUESTED])
+
     def run(self, until_ns: int) -> WindowStats:
         """Serve until `until_ns` of the trace's clock and return what was measured since the last call."""
         if until_ns < self.now_ns:

@@ -1,0 +1,81 @@
+"""The stages of a node's loop one at a time, on the same requests, to see where its time goes."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_engine.backends.cpu import embedding, kv
+from cache_engine.backends.cpu.embedding import EmbeddingScratch, EmbeddingState
+from cache_engine.backends.cpu.kv import KvState
+from cache_engine.backends.cpu.pool import PoolState
+from cache_engine.jit import kernel
+from envs.serving.loop import CANDIDATES, HOT, TAIL, NodeState
+from envs.serving.node import NodeSim
+from envs.serving.rows import RowState, candidate_rows, history_rows
+
+
+def stage_seconds(node: NodeSim, requests: int, alpha: float = 0.5) -> dict[str, float]:
+    """Return the seconds that the first `requests` requests spend in each stage, each run alone; `node` is reset.
+
+    Stages: `rows` draws the sampled rows, `lookups` looks them up and admits them, `kv` looks up and extends histories.
+    What the whole loop takes beyond them goes to ghosts, queues, migration and counters. Run alone, a stage has the
+    processor's caches to itself, so the sum may fall short of its share in the loop.
+    """
+    prefix = np.zeros(requests, np.int64)
+    node.reset(alpha)
+    begun = time.perf_counter()
+    _kv_stage(node._node, node._pool, node._kv, prefix)
+    kv_s = time.perf_counter() - begun
+    begun = time.perf_counter()
+    _rows_stage(node._node, node._rows.state, prefix)
+    rows_s = time.perf_counter() - begun
+    begun = time.perf_counter()
+    _lookup_stage(node._node, node._rows.state, node._pool, node._emb, node._scratch, prefix)
+    both_s = time.perf_counter() - begun
+    return {"rows": rows_s, "lookups": max(both_s - rows_s, 1e-9), "kv": kv_s}
+
+
+@kernel
+def _kv_stage(node: NodeState, pool: PoolState, kvs: KvState, prefix: npt.NDArray[np.int64]) -> None:
+    for i in range(prefix.size):
+        history = np.int64(node.history[i])
+        prefix[i] = kv.lookup(kvs, pool, node.user[i], 0, history - np.int64(node.new[i]))
+        kv.extend(kvs, pool, node.user[i], 0, history)
+
+
+@kernel
+def _rows_stage(node: NodeState, rows: RowState, prefix: npt.NDArray[np.int64]) -> int:
+    total = 0
+    for i in range(prefix.size):
+        total += _draw(node, rows, i, prefix[i])
+    return total
+
+
+@kernel
+def _lookup_stage(
+    node: NodeState,
+    rows: RowState,
+    pool: PoolState,
+    emb: EmbeddingState,
+    scratch: EmbeddingScratch,
+    prefix: npt.NDArray[np.int64],
+) -> int:
+    total = 0
+    for i in range(prefix.size):
+        n = _draw(node, rows, i, prefix[i])
+        embedding.lookup(emb, pool, scratch, node.tables, node.keys, n)
+        total += n
+    return total
+
+
+@kernel
+def _draw(node: NodeState, rows: RowState, i: int, prefix: int) -> int:
+    phase = np.int64(node.phase[i])
+    history = np.int64(node.history[i])
+    tail, hot = history_rows(rows, node.keys, i, node.user[i], phase, prefix, history)
+    candidates = np.int64(node.params[CANDIDATES])
+    n = candidate_rows(rows, node.keys, tail + hot, i, phase, candidates, HOT)
+    return candidate_rows(rows, node.keys, n, i, phase, candidates, TAIL)

@@ -1,0 +1,141 @@
+"""`helm-rl bench env`: how many requests a second the simulator serves on one core, and where the time goes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from eval.command import console
+from helm_rl.errors import UserError
+from helm_rl.figures import Figure, write_figures
+from helm_rl.files import refuse_existing
+
+GOAL_REQUESTS_PER_S = 30_000.0
+
+
+@dataclass
+class Args:
+    """Time the simulator on one core: requests/s of a scenario, of its base load and of its phases alone.
+
+    Figures written by --json: env.requests_per_s (the scenario), env.requests_per_s.cold (its base load alone),
+    env.requests_per_s.hot (its phases alone), env.row_lookups_per_s (simulated row lookups inside the loop),
+    env.rows_per_s (rows they stand for), env.interval_us (Python around the compiled loop, per decision interval),
+    env.share.{rows,lookups,kv,rest} (shares of the loop's time).
+    """
+
+    scenario: str = "burst"
+    """Shipped scenario (burst, steady, trend) or TOML file."""
+    seconds: float = 240.0
+    """Length of the load that is served, warm-up included."""
+    repeats: int = 3
+    """Times each load is served; the fastest counts, for what else runs on the machine only slows it down."""
+    json: Path | None = None
+    """Also write the figures here."""
+    overwrite: bool = False
+    """Replace the JSON file if it exists."""
+
+
+def main(args: Args) -> None:
+    """Print the table and write the figures."""
+    if args.json is not None:
+        refuse_existing(args.json, args.overwrite)
+    if args.seconds < 1 or args.repeats < 1:
+        raise UserError("--seconds and --repeats must be at least 1")
+    figures = measure(args)
+    table = Table(title=f"Simulator on one core, scenario {args.scenario}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("goal", justify="right")
+    for name, figure in figures.items():
+        goal = "" if figure.goal is None else f"{figure.goal:,.0f}"
+        table.add_row(
+            name,
+            f"{figure.value:,.3g} {figure.unit}" if figure.value < 100 else f"{figure.value:,.0f} {figure.unit}",
+            goal,
+        )
+    console().print(table)
+    if args.json is not None:
+        write_figures(args.json, figures)
+
+
+def measure(args: Args) -> dict[str, Figure]:
+    """Serve the loads and return the figures."""
+    from envs.serving.stages import stage_seconds
+    from helm_rl.scenario import Scenario, load_scenario
+
+    scenario = load_scenario(args.scenario)
+    warm_s = min(scenario.warm_s, args.seconds / 4)
+    fields = scenario.model_dump() | {"seconds": max(scenario.seconds, args.seconds), "warm_s": warm_s}
+    whole = Scenario.model_validate(fields)
+    load = whole.load.model_dump()
+    cold = Scenario.model_validate(fields | {"load": load | {"phase": ()}})
+    figures: dict[str, Figure] = {}
+    served = _serve(whole, args)
+    figures["env.requests_per_s"] = Figure(served.requests / served.seconds, "1/s", "higher", GOAL_REQUESTS_PER_S)
+    figures["env.requests_per_s.cold"] = _rate(_serve(cold, args))
+    if whole.load.phase:
+        # The base load cannot be left out: it is the scenario's. A thousandth of it stays.
+        quiet = load | {"rate": load["rate"] / 1000, "rate_end": None}
+        figures["env.requests_per_s.hot"] = _rate(_serve(Scenario.model_validate(fields | {"load": quiet}), args))
+    runs = [stage_seconds(served.node, served.requests) for _ in range(args.repeats + 1)]
+    stages = {name: min(run[name] for run in runs) for name in runs[0]}
+    figures["env.row_lookups_per_s"] = Figure(served.lookups / stages["lookups"], "1/s", "higher")
+    figures["env.rows_per_s"] = Figure(served.rows / served.seconds, "1/s", "higher")
+    figures["env.interval_us"] = Figure(served.interval_us, "us", "lower")
+    rest = max(0.0, served.seconds - sum(stages.values()))
+    for name, seconds in [*stages.items(), ("rest", rest)]:
+        figures[f"env.share.{name}"] = Figure(seconds / served.seconds, "", "lower")
+    return figures
+
+
+@dataclass
+class _Served:
+    node: Any
+    requests: int
+    seconds: float  # inside the compiled loop
+    lookups: int
+    rows: float
+    interval_us: float
+
+
+def _serve(scenario: Any, args: Args) -> _Served:
+    """Serve the first `args.seconds` of the scenario's load with alpha .5, the fastest of some runs."""
+    from envs.serving.node import NodeSim
+    from helm_rl.observation import ObservationBuilder
+    from helm_rl.workloads.generate import generate
+
+    trace = generate(scenario, seed=scenario.seed)
+    start = int(trace.arrival_ns[0])
+    node = NodeSim(scenario, trace)
+    builder = ObservationBuilder(scenario.slo_ms)
+    interval_ns = round(scenario.control.interval_s * 1e9)
+    best: _Served | None = None
+    for _ in range(args.repeats + 1):  # the first compiles and warms up
+        node.reset(0.5)
+        before = node.simulated_lookups
+        rows = loop_s = 0.0
+        requests = 0
+        python_us = []
+        while node.now_ns < start + args.seconds * 1e9:
+            begun = time.perf_counter()
+            window = node.run(node.now_ns + interval_ns)
+            ran = time.perf_counter()
+            builder.update(window)
+            loop_s += ran - begun
+            python_us.append((time.perf_counter() - ran) * 1e6)
+            requests += window.arrivals
+            rows += window.rows
+        served = _Served(node, requests, loop_s, node.simulated_lookups - before, rows, float(np.median(python_us)))
+        if best is None or served.seconds < best.seconds:
+            best = served
+    assert best is not None
+    return best
+
+
+def _rate(served: _Served) -> Figure:
+    return Figure(served.requests / served.seconds, "1/s", "higher")

@@ -225,6 +225,8 @@ def _phases(summary: TraceSummary) -> Table:
         asked = "-" if phase.asked_rate_per_s is None else f"{phase.asked_rate_per_s:g}"
         if phase.asked_rate_end_per_s is not None:
             asked += f" to {phase.asked_rate_end_per_s:g}"
+        if phase.ramp_s > 0:
+            asked += f", ramps of {phase.ramp_s:g} s"
         table.add_row(
             escape(phase.label),
             f"{phase.start_s:,.1f}",

@@ -74,7 +74,7 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     Items are drawn from the Zipf law, the most popular item being code 0. A hot set is a stretch of codes
     in the middle of the range, where no item was popular before, each of its items equally likely; phases
     have disjoint sets (meta.phases[i].hot_first, hot_items). A user's history before the trace depends on
-    his code alone.
+    his code alone; one that has reached history_max slides on, its oldest events falling out.
 
     Raises UserError if the trace would be too large for memory or has no request.
     """
@@ -216,8 +216,9 @@ def _arrivals(
 def _visit_starts(rate: _Rate, edges: FloatArray, per_visit: float, think_s: float) -> tuple[FloatArray, float]:
     """Return the rate at which visits start in each piece of time, and the number under way at the start.
 
-    The visits under way, n, gain a share q = 1 - 1 / per_visit of all requests and lose n / think_s a second; visits start
-    at the rate that makes requests come at the rate asked, r(t) - n(t) / think_s, or not at all where that is negative.
+    The visits under way, n, gain a share q = 1 - 1 / per_visit of all requests and lose n / think_s a second; visits
+    start at the rate that makes requests come at the rate asked, r(t) - n(t) / think_s, or not at all where that is
+    negative.
     """
     continues = 1 - 1 / per_visit
     asked = rate.at((edges[:-1] + edges[1:]) / 2)
@@ -258,6 +259,7 @@ def _phases(scenario: Scenario, rates: list[_Rate]) -> tuple[TracePhase, ...]:
                 hot_first=first if hot_items else 0,
                 rate=part.rate,
                 rate_end=part.rate_end,
+                ramp_s=rate.ramp_s,
                 factor=_factor(rate, rates) if index else None,
             )
         )

@@ -38,6 +38,7 @@ class PhaseSummary:
     rate_per_s: float
     asked_rate_per_s: float | None
     asked_rate_end_per_s: float | None
+    ramp_s: float  # it was asked to come up over its first, and go down over its last, ramp_s
     factor: float | None  # all load while it lasts over all load in the 5 min before
     hot_fraction: float
     hot_items: int
@@ -164,6 +165,7 @@ def _phases(trace: Trace) -> tuple[PhaseSummary, ...]:
             rate_per_s=float(count) / max(1e-9, (phase.end_ns - phase.start_ns) / 1e9),
             asked_rate_per_s=phase.rate,
             asked_rate_end_per_s=phase.rate_end,
+            ramp_s=phase.ramp_s,
             factor=phase.factor,
             hot_fraction=phase.hot_fraction,
             hot_items=phase.hot_items,

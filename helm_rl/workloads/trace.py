@@ -59,6 +59,7 @@ class TracePhase(BaseModel):
     hot_first: int = Field(default=0, ge=0)  # the hot set is codes [hot_first, hot_first + hot_items), uniform
     rate: float | None = None  # requests/s asked of the generator, at the start; None: recorded, not generated
     rate_end: float | None = None  # requests/s at the end, where it drifts
+    ramp_s: float = 0.0  # it comes up over its first, and goes down over its last, ramp_s
     factor: float | None = None  # all load while it lasts over all load in the 5 min before; None: unknown
 
     @property

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from helm_rl.errors import UserError
-from helm_rl.scenario import LoadSection, Scenario, load_scenario, scenario_hash, scenario_names
+from helm_rl.scenario import Scenario, load_scenario, scenario_hash, scenario_names
 
 SMALL = """\
 name = "mine"
@@ -33,6 +32,54 @@ requests_per_visit = 3
 """
 
 
+CONTRACT = """\
+name = "burst"
+slo_ms = 100
+seconds = 600
+seed = 1
+
+[model]
+profile = "decoder-0.2b"
+
+[hardware]
+profile = "a100-80g"
+link = "remote-ps"
+link_gb_s = 1.5
+pool_gib = 48
+page_kib = 2048
+nodes = 1
+
+[control]
+interval_s = 1.0
+tick_s = 0.01
+alpha_min = 0.1
+alpha_max = 0.9
+rate_per_s = 0.06
+migrate_pages_per_s = 4000
+
+[load]
+rate = 140
+requests_per_visit = 1.15
+think_s = 4.0
+users = 400000
+zipf_items = 1.05
+items = 3e8
+
+[[load.phase]]
+start_s = 120
+seconds = 60
+rate = 420
+requests_per_visit = 15
+hot_fraction = 0.6
+hot_items = 4000
+label = "burst"
+
+[reward]
+tail_weight = 1.0
+move_cost = 0.01
+"""
+
+
 def write(folder: Path, text: str | bytes) -> Path:
     path = folder / "mine.toml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -45,22 +92,32 @@ def test_shipped_scenarios_load_by_name_and_carry_it() -> None:
         assert load_scenario(name).name == name
 
 
-def test_burst_is_what_the_contract_says() -> None:
-    burst = load_scenario("burst")
-    assert (burst.slo_ms, burst.seconds, burst.seed) == (100, 600, 1)
-    assert (burst.hardware.link_gb_s, burst.hardware.pool_gib, burst.hardware.page_kib) == (1.5, 48, 2048)
-    assert (burst.control.alpha_min, burst.control.alpha_max, burst.control.rate_per_s) == (0.1, 0.9, 0.06)
-    assert (burst.load.rate, burst.load.requests_per_visit, burst.load.items) == (140, 1.15, 300_000_000)
-    (phase,) = burst.load.phase
-    assert (phase.start_s, phase.seconds, phase.rate, phase.requests_per_visit) == (120, 60, 420, 15)
-    assert (phase.hot_fraction, phase.hot_items, phase.label) == (0.6, 4000, "burst")
-    assert burst.reward.move_cost == 0.01
+def test_the_contracts_example_states_the_defaults(tmp_path: Path) -> None:
+    """A file that says less means the same as CONTRACTS' example, which spells every default out."""
+    full = load_scenario(write(tmp_path, CONTRACT))
+    phase = full.load.phase[0].model_dump()
+    bare = Scenario.model_validate({"name": "burst", "slo_ms": 100, "load": {"phase": [phase]}})
+    assert bare == full
+    assert (full.control.alpha_min, full.control.alpha_max, full.control.rate_per_s) == (0.1, 0.9, 0.06)
+    assert (full.load.rate, full.load.requests_per_visit, full.load.items) == (140, 1.15, 300_000_000)
+    assert (full.hardware.link_gb_s, full.hardware.pool_gib, full.hardware.page_kib) == (1.5, 48, 2048)
+    assert (phase["start_s"], phase["seconds"], phase["rate"], phase["requests_per_visit"]) == (120, 60, 420, 15)
 
 
-def test_steady_is_burst_without_its_phase() -> None:
-    burst, steady = load_scenario("burst"), load_scenario("steady")
+def test_the_shipped_family_has_one_cluster_and_three_loads() -> None:
+    """What an operator tunes on `steady` must serve under `burst`: all but the phases is the same."""
+    burst, steady, trend = (load_scenario(name) for name in ("burst", "steady", "trend"))
     load = burst.load.model_copy(update={"phase": ()})
     assert steady == burst.model_copy(update={"name": "steady", "load": load})
+    assert (trend.model, trend.hardware, trend.control, trend.slo_ms) == (
+        burst.model,
+        burst.hardware,
+        burst.control,
+        burst.slo_ms,
+    )
+    assert len(burst.load.phase) == 1
+    assert burst.load.phase[0].hot_fraction > 0
+    assert trend.load.rate_end is not None
 
 
 def test_defaults_fill_what_a_file_leaves_out(tmp_path: Path) -> None:
@@ -107,6 +164,12 @@ def test_a_scenario_cannot_be_changed() -> None:
         ("items = 3e8", "items = 3\nusers = [1]", 7, "load.users: "),
         ("requests_per_visit = 3\n\n", "requests_per_visit = 0.5\n\n", 12, "load.phase[0].requests_per_visit = 0.5"),
         ('name = "mine"', 'name = ""', 1, "name = ''"),
+        (
+            "start_s = 20",
+            "start_s = 20\nramp_s = 3",
+            None,
+            "load.phase[1].ramp_s = 3 must be at most half of seconds = 5",
+        ),
         ("start_s = 20", "start_s = 596", None, "load.phase[1] ends at 601 s, after the end at seconds = 600"),
         ("[load]", "[control]\nalpha_min = 0.9\nalpha_max = 0.2\n[load]", 4, "alpha_min = 0.9 must be below"),
         ("[load]", "[control]\ninterval_s = 60\n[load]", 5, "control.interval_s = 60"),
@@ -163,14 +226,3 @@ def test_byte_order_mark_and_crlf_are_accepted(tmp_path: Path) -> None:
     plain = load_scenario(write(tmp_path, SMALL))
     marked = load_scenario(write(tmp_path, b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode()))
     assert plain == marked
-
-
-def test_every_field_of_the_shipped_files_differs_from_no_default_by_accident() -> None:
-    """`burst` states the defaults: a file that says less must mean the same."""
-    burst = load_scenario("burst")
-    phase = [part.model_dump() for part in burst.load.phase]
-    bare = Scenario.model_validate({"name": "burst", "slo_ms": 100, "load": {"phase": phase}})
-    assert bare == burst
-    assert LoadSection() == burst.load.model_copy(update={"phase": ()})
-    with open(Path(load_scenario.__code__.co_filename).parent / "scenarios" / "burst.toml", "rb") as file:
-        assert "move_cost" in tomllib.load(file)["reward"]

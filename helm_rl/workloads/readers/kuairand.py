@@ -24,7 +24,7 @@ _MS = 1_000_000
 _MAX_MS = 2**63 // _MS - 1
 _NEEDED = ("user_id", "video_id", "time_ms")
 _TENANT = "tab"
-_WHOLE = re.compile(r"\s*-?\d{1,19}\s*")
+_WHOLE = re.compile(r"[ \t]*-?[0-9]{1,19}[ \t]*")
 _SECONDS_BELOW_MS = 100_000_000_000  # 1973: no log of video views is older
 
 
@@ -215,10 +215,13 @@ def _check_ranges(
 def _explain(path: Path, chunk: bytes, line: int, names: list[str], wanted: list[str], reason: str) -> NoReturn:
     """Search a refused chunk line by line, and raise for the first one at fault."""
     for number, raw in enumerate(chunk.split(b"\n"), start=line):
-        text = raw.decode("utf-8").rstrip("\r")
+        text = raw.decode("utf-8").removesuffix("\r")
         if not text:
             continue
-        cells = next(csv.reader(io.StringIO(text)), [])
+        try:
+            cells = next(csv.reader(io.StringIO(text, newline="")), [])
+        except csv.Error:
+            raise UserError(f"{path}, line {number}: not a row of a CSV file: {text[:60]!r}") from None
         if len(cells) != len(names):
             last = number == line + chunk.count(b"\n")  # and no newline after it
             cut = " (is the file cut off here?)" if last and len(cells) < len(names) else ""

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 
 from helm_rl.errors import UserError
-from helm_rl.scenario import Scenario, load_scenario, scenario_hash
+from helm_rl.scenario import load_scenario, scenario_hash, scenario_names
 from helm_rl.workloads.generate import generate, zipf_codes
 from helm_rl.workloads.trace import Trace
-
-
-def scenario(seconds: float = 600, warm_s: float = 60, **load: Any) -> Scenario:
-    return Scenario.model_validate({"name": "test", "slo_ms": 100, "seconds": seconds, "warm_s": warm_s, "load": load})
+from tests.helm_rl.workloads.loads import flash_sale, scenario
 
 
 def chi_square(seen: np.ndarray, expected: np.ndarray | float) -> float:
@@ -40,21 +36,21 @@ def counts(trace: Trace, phase: int, width_s: float) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def burst() -> Trace:
-    return generate(load_scenario("burst"))
+    return generate(flash_sale())
 
 
 def test_a_seed_gives_the_same_trace_and_another_seed_another(burst: Trace) -> None:
     burst.validate()
-    assert generate(load_scenario("burst")).hash() == burst.hash()
-    assert generate(load_scenario("burst"), seed=1).hash() == burst.hash()
-    other = generate(load_scenario("burst"), seed=2)
+    assert generate(flash_sale()).hash() == burst.hash()
+    assert generate(flash_sale(), seed=1).hash() == burst.hash()
+    other = generate(flash_sale(), seed=2)
     assert other.meta.seed == 2
     assert not np.array_equal(other.arrival_ns[:100], burst.arrival_ns[:100])
     assert not np.array_equal(other.user[:100], burst.user[:100])
 
 
 def test_the_base_load_does_not_change_with_the_phases_beside_it(burst: Trace) -> None:
-    steady = generate(load_scenario("steady"))
+    steady = generate(scenario())
     base = burst.phase == 0
     assert np.array_equal(burst.arrival_ns[base], steady.arrival_ns)
     assert np.array_equal(burst.user[base], steady.user)
@@ -63,8 +59,8 @@ def test_the_base_load_does_not_change_with_the_phases_beside_it(burst: Trace) -
 
 def test_the_meta_data_say_what_was_drawn(burst: Trace) -> None:
     meta = burst.meta
-    assert (meta.name, meta.source, meta.content) == ("burst", "generator", "law")
-    assert meta.scenario_hash == scenario_hash(load_scenario("burst"))
+    assert (meta.name, meta.source, meta.content) == ("test", "generator", "law")
+    assert meta.scenario_hash == scenario_hash(flash_sale())
     assert (meta.users, meta.items, meta.law_items, meta.zipf_items) == (400_000, 300_000_000, 300_000_000, 1.05)
     assert [phase.label for phase in meta.phases] == ["base", "burst"]
     assert (meta.phases[0].start_ns, meta.phases[0].end_ns) == (-60_000_000_000, 600_000_000_000)
@@ -74,7 +70,7 @@ def test_the_meta_data_say_what_was_drawn(burst: Trace) -> None:
 
 
 def test_rates_are_as_asked_within_five_percent() -> None:
-    traces = [generate(load_scenario("burst"), seed) for seed in range(10)]
+    traces = [generate(flash_sale(), seed) for seed in range(10)]
     base = np.mean([(trace.phase == 0).sum() for trace in traces]) / 660
     phase = np.mean([(trace.phase == 1).sum() for trace in traces]) / 60
     assert base == pytest.approx(140, rel=0.01)
@@ -100,17 +96,52 @@ def test_a_drift_follows_its_line() -> None:
         requests_per_visit=4,
         phase=[{"start_s": 0, "seconds": 600, "rate": 0, "rate_end": 420, "requests_per_visit": 15}],
     )
-    traces = [generate(asked, seed) for seed in range(12)]
+    traces = [generate(asked, seed) for seed in range(8)]
     base = np.mean([counts(trace, 0, 60) for trace in traces], axis=0) / 60
     hot = np.mean([counts(trace, 1, 60) for trace in traces], axis=0) / 60
     middle = np.arange(30, 600, 60)
-    # Four standard deviations: those of 12 draws of 60 s, whose requests come in visits.
+    # Four standard deviations: those of 8 draws of 60 s, whose requests come in visits.
     for found, expected, per_visit in ((base[1:], 200 - 150 * middle / 600, 4), (hot, 420 * middle / 600, 15)):
-        assert (np.abs(found - expected) < 4 * np.sqrt(2 * per_visit * expected / 60 / 12)).all()
+        assert (np.abs(found - expected) < 4 * np.sqrt(2 * per_visit * expected / 60 / 8)).all()
         assert found.mean() == pytest.approx(expected.mean(), rel=0.03)
     assert base[0] == pytest.approx(200, rel=0.05)
     assert traces[0].meta.phases[0].drifts
     assert traces[0].meta.phases[1].rate_end == 420
+
+
+def test_a_ramp_comes_up_and_goes_down_linearly() -> None:
+    asked = scenario(
+        rate=5,
+        phase=[{"start_s": 100, "seconds": 300, "ramp_s": 100, "rate": 300, "requests_per_visit": 2, "think_s": 2}],
+    )
+    traces = [generate(asked, seed) for seed in range(4)]
+    found = np.mean([counts(trace, 1, 20) for trace in traces], axis=0) / 20
+    middle = np.arange(10, 300, 20)
+    expected = 300 * np.minimum(np.minimum(middle, 300 - middle) / 100, 1)
+    assert (np.abs(found - expected) < 4 * np.sqrt(4 * expected / 20 / 4)).all()
+    assert traces[0].meta.phases[1].ramp_s == 100
+    assert traces[0].meta.phases[1].factor == pytest.approx((5 + 200) / 5, rel=1e-3)
+
+
+def test_a_load_that_ends_faster_than_its_visits_starts_none() -> None:
+    """It may exceed the rate asked by the visits under way; it must never fall below, nor draw a negative rate."""
+    asked = scenario(rate=400, rate_end=0, requests_per_visit=30, think_s=10)
+    found = np.mean([counts(generate(asked, seed), 0, 60) for seed in range(6)], axis=0)[1:] / 60
+    expected = 400 - 400 * np.arange(30, 600, 60) / 600
+    np.testing.assert_allclose(found[:5], expected[:5], rtol=0.1)
+    assert found[-1] > expected[-1]
+    assert found[-1] < found[-2] < found[-3]
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_every_shipped_scenario_makes_a_sound_trace(name: str) -> None:
+    trace = generate(load_scenario(name))
+    trace.validate()
+    for index, phase in enumerate(trace.meta.phases):
+        seconds = (phase.end_ns - phase.start_ns) / 1e9
+        assert phase.rate is not None
+        most = max(phase.rate, phase.rate_end or 0)
+        assert 0.3 * most < (trace.phase == index).sum() / seconds < 1.1 * most
 
 
 def test_a_phase_stays_in_its_window_and_a_load_in_its_span(burst: Trace) -> None:
@@ -248,11 +279,11 @@ def test_hot_sets_of_phases_are_disjoint() -> None:
 
 
 def test_a_burst_trace_takes_well_under_a_second() -> None:
-    generate(load_scenario("steady"))
+    generate(scenario())
     best = np.inf
     for _ in range(3):
         begin = time.perf_counter()
-        trace = generate(load_scenario("burst"))
+        trace = generate(flash_sale())
         best = min(best, time.perf_counter() - begin)
     assert len(trace) > 100_000
     assert best < 1.0

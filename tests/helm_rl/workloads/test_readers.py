@@ -200,6 +200,8 @@ GOOD = [row(1, 10, T0), row(2, 20, T0 + 1), row(3, 30, T0 + 2)]
         (row(2, 20, T0, tab=-1), "line 3, field tab: -1 is outside 0..2147483647"),
         (row(2, 20, T0, tab=""), "line 3, field tab: an empty cell"),
         (row(2, 20, T0) + ",5", "line 3: 20 columns, where the header has 19"),
+        (row(2, 20, T0, tab="1\x1c"), "line 3, field tab: '1\\x1c' is not a whole number"),
+        (row(2, "2\r0", "x"), "line 3: 2 columns, where the header has 19"),
         ("2,20,20220411", "line 3: 3 columns, where the header has 19"),
         ("2;20", "line 3: 1 columns, where the header has 19"),
     ],
@@ -574,6 +576,50 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_trace(tmp_path / "no.jsonl")
     with pytest.raises(UserError, match="is not a file"):
         read_trace(tmp_path)
+
+
+def test_mutilated_logs_are_refused_in_a_sentence_or_make_a_sound_trace(tmp_path: Path) -> None:
+    rng = np.random.default_rng(8)
+    sources = (
+        log(tmp_path, *(row(i % 3, i, T0 + i * 7) for i in range(12))).read_bytes(),
+        jsonl(tmp_path, *(request(i * 10, 513 + i, [0, i]) for i in range(12))).read_bytes(),
+    )
+    scraps = [
+        b"\n",
+        b"\r",
+        b'"',
+        b",",
+        b"\0",
+        b"\xff",
+        b"-",
+        b"9" * 25,
+        b"{",
+        b"[",
+        b"null",
+        b"NaN",
+        b" ",
+        b"\x1c",
+        b"\xc2\x85",
+    ]
+    path = tmp_path / "mutilated"
+    sound = 0
+    for _ in range(300):
+        for source in sources:
+            data = bytearray(source)
+            for _ in range(rng.integers(1, 4)):
+                at = int(rng.integers(len(data)))
+                end = at + int(rng.choice([0, 1, 20]))
+                data[at:end] = scraps[rng.integers(len(scraps))]
+            path.write_bytes(data)
+            said = f"{path}, sound"
+            try:
+                read_trace(path).validate()
+                sound += 1
+            except UserError as error:
+                said = str(error)
+            assert said.startswith(str(path))
+            assert "\n" not in said
+    assert 0 < sound < 300
 
 
 def test_every_reader_is_in_the_format_type() -> None:

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from helm_rl.errors import UserError
-from helm_rl.scenario import Scenario, load_scenario
 from helm_rl.workloads.generate import generate
 from helm_rl.workloads.trace import Segment, Trace, TraceMeta, TracePhase, gather, running_total
+from tests.helm_rl.workloads.loads import flash_sale, scenario
 
 SECOND = 1_000_000_000
 
@@ -75,7 +75,7 @@ def test_saved_and_loaded_is_the_same_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_generated_trace_of_several_row_groups_survives(tmp_path: Path) -> None:
-    trace = generate(load_scenario("burst"))
+    trace = generate(flash_sale())
     trace.save(tmp_path / "t.parquet")
     assert pq.ParquetFile(tmp_path / "t.parquet").num_row_groups == 2
     assert_equal(Trace.load(tmp_path / "t.parquet"), trace)
@@ -106,7 +106,7 @@ def test_the_hash_sees_every_column_and_the_meta_data() -> None:
 
 
 def test_slices_have_all_requests_in_order_and_no_more_memory_than_one(tmp_path: Path) -> None:
-    trace = generate(load_scenario("burst"))
+    trace = generate(flash_sale())
     trace.save(tmp_path / "t.parquet")
     parts = list(Trace.slices(tmp_path / "t.parquet", 10_000))
     assert [len(part) for part in parts[:-1]] == [10_000] * (len(parts) - 1)
@@ -344,8 +344,7 @@ def test_a_file_that_declares_more_than_the_memory_is_refused(tmp_path: Path, mo
 
 
 def segments(seconds: float = 600, **load: Any) -> list[Segment]:
-    scenario = Scenario.model_validate({"name": "t", "slo_ms": 1, "seconds": seconds, "load": {"rate": 5} | load})
-    return generate(scenario).segments()
+    return generate(scenario(seconds, **({"rate": 5} | load))).segments()
 
 
 def in_seconds(found: list[Segment]) -> list[tuple[str, float, float]]:
@@ -353,7 +352,7 @@ def in_seconds(found: list[Segment]) -> list[tuple[str, float, float]]:
 
 
 def test_segments_are_cut_at_the_edges_of_phases() -> None:
-    assert in_seconds(generate(load_scenario("burst")).segments()) == [
+    assert in_seconds(generate(flash_sale()).segments()) == [
         ("base", 0, 120),
         ("burst", 120, 180),
         ("base", 180, 600),
@@ -370,8 +369,8 @@ def test_drifts_and_loads_without_phases_are_cut_every_minute() -> None:
     minutes = [("base", 60.0 * i, 60.0 * (i + 1)) for i in range(10)]
     assert in_seconds(segments()) == minutes
     assert in_seconds(segments(rate_end=9)) == minutes
-    trend = in_seconds(generate(load_scenario("trend")).segments())
-    assert trend == [("hot", start, end) for _, start, end in minutes]
+    drift = {"start_s": 0, "seconds": 600, "rate": 0, "rate_end": 9, "requests_per_visit": 2, "label": "hot"}
+    assert in_seconds(segments(phase=[drift])) == [("hot", start, end) for _, start, end in minutes]
     phase = {"start_s": 60, "seconds": 130, "rate": 5, "requests_per_visit": 2, "rate_end": 9, "label": "up"}
     assert in_seconds(segments(phase=[phase])) == [
         ("base", 0, 60),
@@ -389,7 +388,7 @@ def test_segments_begin_where_measuring_begins() -> None:
 
 
 def test_between_cuts_requests_items_phases_and_the_measured_part() -> None:
-    trace = generate(load_scenario("burst"))
+    trace = generate(flash_sale())
     part = trace.between(150 * SECOND, 200 * SECOND)
     part.validate()
     inside = (trace.arrival_ns >= 150 * SECOND) & (trace.arrival_ns < 200 * SECOND)

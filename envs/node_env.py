@@ -31,16 +31,16 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
     Schema v1, `Box(17,)` float32 within [-1, 1]: see `helm_rl.observation`.
 
     ## Action
-    `Box(-1, 1, (1,))` float32: the rate at which the target alpha changes, in units of the scenario's `control.rate_per_s`.
-    The target stays within [alpha_min, alpha_max]; alpha follows it within the migration budget.
+    `Box(-1, 1, (1,))` float32: the rate at which the target alpha changes, in units of the scenario's
+    `control.rate_per_s`. The target stays within [alpha_min, alpha_max]; alpha follows it within the migration budget.
 
     ## Reward
     -mean ln(latency / SLO) - tail_weight * mean clip(latency / SLO - 1, 0, 10) - move_cost * |alpha moved| over the
     interval, minus (with `paired`) the same of a static .5 on the same arrivals.
 
     ## Start
-    A trace of the set and an instant in it, drawn by the reset's seed; alpha drawn uniformly from its range and kept for
-    30 s of warm-up that the agent does not see.
+    A trace of the set and an instant in it, drawn by the reset's seed; alpha drawn uniformly from its range and kept
+    for 30 s of warm-up that the agent does not see.
 
     ## End
     Never terminated. Truncated after `episode_s`, or where the trace ends.
@@ -97,7 +97,8 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
     ) -> tuple[FloatArray, dict[str, Any]]:
         """Start an episode.
 
-        Options, each optional: `trace` (its number in the set), `start` (interval at which the episode begins), `alpha`.
+        Options, each optional: `trace` (its number in the set), `start` (interval at which the episode begins),
+        `alpha`.
         """
         super().reset(seed=seed)
         chosen = options or {}

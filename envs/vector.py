@@ -26,8 +26,8 @@ class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
     """`num_envs` nodes under one scenario; an episode that ends is reset in the same step.
 
     Where episodes end, infos carry `final_obs` (float32 [num_envs, 17], rows of running episodes NaN) and the mask
-    `_final_obs`, as gymnasium's own vector environments do with AutoresetMode.SAME_STEP. `alpha` and `p99_ms` are arrays
-    [num_envs]. Results do not depend on the number of threads.
+    `_final_obs`, as gymnasium's own vector environments do with AutoresetMode.SAME_STEP. `alpha` and `p99_ms` are
+    arrays [num_envs]. Results do not depend on the number of threads.
 
     Args:
         num_envs: number of nodes.

@@ -47,7 +47,7 @@ class WindowStats:
 
 
 def p99_ms(latency_ms: npt.NDArray[np.floating]) -> float:
-    """Return the 99th percentile by the nearest-rank method (an observed latency, never an interpolation); NaN if empty."""
+    """Return the 99th percentile by nearest rank (an observed latency, never an interpolation); NaN if empty."""
     if latency_ms.size == 0:
         return float("nan")
     rank = max(0, int(np.ceil(0.99 * latency_ms.size)) - 1)

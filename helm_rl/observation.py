@@ -13,7 +13,7 @@
 | 8, 9 | link_util, compute_util | busy time begun / time, at most 1 |
 | 10, 11 | link_demand, compute_demand | mean ms per request / SLO, at most 1 |
 | 12 | queue | requests waiting / bound |
-| 13, 14 | emb_margin, kv_margin | tanh(100 * ms saved per request by 1 % more of the pool on that side (ghosts) / SLO) |
+| 13, 14 | emb_margin, kv_margin | tanh(100 * ms saved per request by 1 % more of the pool there (ghosts) / SLO) |
 | 15 | backlog | pages still to move / pages |
 | 16 | burst_score | largest detector statistic / its threshold, clipped to 2, / 2; 0 while there is no detector |
 

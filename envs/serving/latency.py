@@ -1,8 +1,8 @@
 """Kernels of the queues: one link, then batches on one accelerator; latencies as they complete.
 
 A request waits for the link, transfers its missing rows (first come, first served), then waits for the accelerator.
-Whenever that is idle it takes the requests that are ready, at most `max_batch`, and serves them as one batch that ends as
-a whole: continuous batching of prefill-only requests.
+Whenever that is idle it takes the requests that are ready, at most `max_batch`, and serves them as one batch that ends
+as a whole: continuous batching of prefill-only requests.
 """
 
 from __future__ import annotations

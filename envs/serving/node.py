@@ -31,11 +31,11 @@ class NodeSim:
     """A serving node: pool, caches, link and accelerator under one trace.
 
     `reset` puts it at the start with a given alpha, `run` serves until a time of the trace's clock and returns what was
-    measured, `set_target` asks for another alpha, which `run` then approaches within the migration budget. Everything is a
-    function of scenario, trace and the targets: no random numbers are drawn while serving.
+    measured, `set_target` asks for another alpha, which `run` then approaches within the migration budget. Everything
+    is a function of scenario, trace and the targets: no random numbers are drawn while serving.
 
-    Caches start as after a long time without a history of requests: the embedding cache holds the most popular rows, the
-    KV cache is empty; the trace's warm-up fills it.
+    Caches start as after a long time without a history of requests: the embedding cache holds the most popular rows,
+    the KV cache is empty; the trace's warm-up fills it.
 
     Limits: a user whose history has reached its maximum is taken to keep it (no slide of the window); one tenant; no
     background refill.
@@ -53,8 +53,8 @@ class NodeSim:
         control = scenario.control
         if self.page_tokens < 1 or rows_per_page < 1:
             raise UserError(
-                f"hardware.page_kib = {scenario.hardware.page_kib} is too small: a page must hold at least one token's keys "
-                f"and values ({model.kv_bytes_per_token} B) and one row ({model.row_bytes} B)"
+                f"hardware.page_kib = {scenario.hardware.page_kib} is too small: a page must hold at least one token's "
+                f"keys and values ({model.kv_bytes_per_token} B) and one row ({model.row_bytes} B)"
             )
         if self.pages < 16:
             raise UserError(
@@ -176,7 +176,7 @@ class NodeSim:
 
     @property
     def latency_ms(self) -> npt.NDArray[np.float32]:
-        """Latency of each request from its scheduled arrival, [n]; NaN: not complete; shed: SHED_FACTOR times the SLO."""
+        """Latency of each request from its scheduled arrival, [n]; NaN: not complete; shed: SHED_FACTOR * SLO."""
         return self._queue.latency_ms
 
     @property

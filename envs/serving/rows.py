@@ -250,7 +250,7 @@ def _draw(
 def _item_rows(
     rows: RowState, keys: npt.NDArray[np.int64], n: int, items: npt.NDArray[np.int64], first: int, last: int
 ) -> int:
-    """Write the sampled rows of items[first:last]: each item's rows are sampled by its hash, the same ones each time."""
+    """Write the sampled rows of items[first:last]: those of an item are sampled by its hash, the same each time."""
     mean = rows.features[0] * rows.rate[0]
     count = int(mean)
     for t in range(first, last):

@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import math
+import re
 import signal
 import sys
 import threading
@@ -100,15 +101,13 @@ class Args:
     env_id: str = NODE_ENV
     """Gymnasium id of another environment with Box spaces, instead of the scenario; 'module:id' imports the module."""
     total_timesteps: int = 40_960
-    """Environment steps in all, over all environments; what is left of them after whole iterations is not done.
-    With --resume it may be raised."""
+    """Steps in all, over all environments, in whole iterations; may be raised with --resume."""
     num_envs: int = 8
     """Environments that run side by side."""
     num_steps: int = 128
     """Steps of each environment per iteration."""
     checkpoint_every: int = 10
-    """Iterations between two checkpoints; there all environments are also reset with new seeds. Make this span at
-    least one whole episode."""
+    """Iterations between checkpoints, where all environments also start afresh; should span an episode."""
 
     learning_rate: float = 1e-3
     """Step size of the Adam optimiser."""
@@ -173,7 +172,6 @@ def check_args(args: Args) -> None:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
     ranges: dict[str, tuple[float | None, float, float]] = {
         "learning_rate": (args.learning_rate, 1e-12, 1.0),
-        "gamma": (args.gamma, 0.0, 1.0 - 1e-12),
         "gae_lambda": (args.gae_lambda, 0.0, 1.0),
         "clip_coef": (args.clip_coef, 1e-6, 10.0),
         "ent_coef": (args.ent_coef, 0.0, 10.0),
@@ -184,6 +182,10 @@ def check_args(args: Args) -> None:
     for name, (value, low, high) in ranges.items():
         if value is not None and not low <= value <= high:  # NaN fails too
             raise UserError(f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {value}")
+    if args.gamma is not None and not 0.0 <= args.gamma < 1.0:
+        raise UserError(f"--gamma must be at least 0 and below 1, not {args.gamma}")
+    if args.seed >= 2**32:
+        raise UserError(f"--seed must be below 2^32, not {args.seed}")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         raise UserError(
@@ -199,9 +201,7 @@ def check_args(args: Args) -> None:
             f"--total-timesteps {args.total_timesteps} is less than one batch (num_envs * num_steps = "
             f"{batch_size}), so nothing would be trained"
         )
-    if not args.exp_name or not set(args.exp_name) <= set(
-        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-"
-    ):
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", args.exp_name):
         raise UserError(f"--exp-name must be letters, digits, dots, dashes and underscores, not {args.exp_name!r}")
     if args.track and importlib.util.find_spec("wandb") is None:
         raise UserError("--track needs the package wandb; pip install 'helm-rl[track]'")

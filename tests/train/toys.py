@@ -69,7 +69,7 @@ class Reach(Toy):
 
 
 class Interrupting(Reach):
-    """Sends this process Ctrl-C in the step that the environment variable TOY_INTERRUPT_AT numbers, counted over all."""
+    """Sends this process Ctrl-C in the step that TOY_INTERRUPT_AT (environment variable) numbers."""
 
     steps = 0
 

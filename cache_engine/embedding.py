@@ -116,9 +116,17 @@ class EmbeddingCache:
     def stats(self) -> EmbeddingStats:
         """Return the counters since the last call and start them anew."""
         with self._pool.lock:
-            c = [int(x) for x in self.state.counters]
+            counters = [int(x) for x in self.state.counters]
             self.state.counters[:] = 0
-        return EmbeddingStats(*c, link_bytes=c[kernels.FETCHED] * self.row_bytes)
+        return EmbeddingStats(
+            requested=counters[kernels.REQUESTED],
+            hits=counters[kernels.HITS],
+            misses=counters[kernels.MISSES],
+            fetched=counters[kernels.FETCHED],
+            bypassed=counters[kernels.BYPASSED],
+            evicted=counters[kernels.EVICTED],
+            link_bytes=counters[kernels.FETCHED] * self.row_bytes,
+        )
 
     def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
         """Give up at most `budget` pages over the goal (called by the pool)."""

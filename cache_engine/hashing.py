@@ -31,6 +31,6 @@ def mix2(a: np.uint64, b: np.uint64) -> np.uint64:
 
 
 @inner
-def reduce_range(bits: np.uint64, n: np.int64) -> np.int64:
+def reduce_range(bits: np.uint64, n: int | np.int64) -> np.int64:
     """Map 64 random bits to [0, n), n < 2**32, by a multiplication instead of a division (Lemire 2019)."""
     return np.int64(((bits >> _S32) * np.uint64(n)) >> _S32)

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 import numba
 
 _ENGINE = Path(__file__).parent
+# numba's stubs name its public options alone.
+_njit: Any = numba.njit
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,19 +21,22 @@ def kernel(function: F) -> F:
     """Compile `function` with numba for calls from Python and from other kernels.
 
     No Python objects, the GIL released, the machine code cached on disk. Reference counts are left out (`_nrt=False`):
-    counting those of all arrays of a state at every call costs more than the work, and halves the simulator's speed. So a
-    kernel must not allocate; numba refuses one that does.
+    counting those of all arrays of a state at every call costs more than the work, and halves the simulator's speed.
+    So a kernel must not allocate; numba refuses one that does.
     """
     return _compile(function)
 
 
 def inner(function: F) -> F:
-    """Compile `function` as `kernel` does, for calls from kernels only: leaving out its Python entry halves its compile time."""
+    """Compile `function` as `kernel` does, for calls from kernels only.
+
+    Leaving out its Python entry halves its compile time.
+    """
     return _compile(function, no_cpython_wrapper=True)
 
 
 def _compile(function: F, **options: bool) -> F:
-    dispatcher: Any = numba.njit(cache=True, nogil=True, _nrt=False, no_cfunc_wrapper=True, **options)(function)
+    dispatcher = _njit(cache=True, nogil=True, _nrt=False, no_cfunc_wrapper=True, **options)(function)
     # numba's disk cache notices an edit of the file that holds a function, but not of a file that holds something it
     # calls, and would run stale code. So its stamp is a digest of all of `cache_engine` and the function's own folder.
     dispatcher._cache._cache_file._source_stamp = _digest(Path(function.__code__.co_filename).parent)

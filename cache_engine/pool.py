@@ -53,8 +53,8 @@ class PoolClosedError(RuntimeError):
 class HbmPool:
     """One allocation of `pages * page_bytes`, shared by named members.
 
-    A page is FREE, owned by one member, or draining from it. Moving memory is a change of owner, never a copy of live data:
-    `set_target` records what each member should have, `migrate` moves at most a budget of pages towards it.
+    A page is FREE, owned by one member, or draining from it. Moving memory is a change of owner, never a copy of live
+    data: `set_target` records what each member should have, `migrate` moves at most a budget of pages towards it.
 
     Args:
         pages: number of pages, at least one per member.

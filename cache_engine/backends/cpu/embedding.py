@@ -106,8 +106,15 @@ def new_embedding_state(pages: int, rows_per_page: int, max_pages: int, member: 
 def new_embedding_scratch(batch: int) -> EmbeddingScratch:
     """Return room for batches of at most `batch` keys."""
     size = 1 << max(1, (2 * batch - 1).bit_length())
-    arrays = [np.zeros(batch, np.int32) for _ in range(5)]
-    return EmbeddingScratch(*arrays, np.zeros(size, np.int32), np.full(size, -1, np.int64))
+    return EmbeddingScratch(
+        np.zeros(batch, np.int32),
+        np.zeros(batch, np.int32),
+        np.zeros(batch, np.int32),
+        np.zeros(batch, np.int32),
+        np.zeros(batch, np.int32),
+        np.zeros(size, np.int32),
+        np.full(size, -1, np.int64),
+    )
 
 
 @kernel
@@ -328,8 +335,8 @@ def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int
     """Give up pages over the goal, at most `budget`; return how many became FREE.
 
     Coldest first: pages with slots never filled, then the page that the hand would thin next, for it has gone longest
-    since it was thinned last. Pinned pages are passed over; if all are pinned, one is left draining until its leases are
-    clear, the goal rises, or `limit_ns` has passed.
+    since it was thinned last. Pinned pages are passed over; if all are pinned, one is left draining until its leases
+    are clear, the goal rises, or `limit_ns` has passed.
     """
     member = emb.scalars[MEMBER]
     gone = 0

@@ -1,9 +1,9 @@
 """Kernels of a ghost: a hashed sample of keys that tells what more or fewer pages would have hit.
 
-SHARDS (Waldspurger et al., FAST 2015): of all keys, those whose hash falls under the rate are followed; the distance of a
-reuse is the weight of the distinct sampled keys used since, divided by the rate. Distances are kept exactly, in a Fenwick
-tree over the order of last use. `hits[b]` sums the weight of sampled reuses that a cache of bucket b's size or more would
-have hit, and a smaller one not.
+SHARDS (Waldspurger et al., FAST 2015): of all keys, those whose hash falls under the rate are followed; the distance of
+a reuse is the weight of the distinct sampled keys used since, divided by the rate. Distances are kept exactly, in a
+Fenwick tree over the order of last use. `hits[b]` sums the weight of sampled reuses that a cache of bucket b's size or
+more would have hit, and a smaller one not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,15 @@ class GhostState(NamedTuple):
 
 
 def new_ghost_state(rate: float, keys: int, span: float, buckets: int) -> GhostState:
-    """Return a ghost that samples at `rate`, follows at most `keys` keys, and resolves sizes up to `span` units of weight."""
+    """Return a ghost that samples at `rate`, follows at most `keys` keys, and resolves sizes up to `span`.
+
+    Args:
+        rate: share of keys that are sampled, in (0, 1].
+        keys: bound on the sampled keys followed; past it the least recent quarter is forgotten, so reuses over more
+            than 3/4 `keys / rate` distinct keys may count as misses.
+        span: largest size resolved, in units of weight (rows, pages).
+        buckets: number of equal steps of size up to `span`.
+    """
     positions = 4 * keys
     size = 1 << max(1, (4 * keys - 1).bit_length())
     return GhostState(
@@ -62,7 +70,10 @@ def new_ghost_state(rate: float, keys: int, span: float, buckets: int) -> GhostS
 
 @kernel
 def access(ghost: GhostState, key: int, weight: float, asked: float) -> None:
-    """Follow one use of `key`: it asks for `asked` units and weighs `weight` from now on. An unsampled key costs a hash."""
+    """Follow one use of `key`: it asks for `asked` units and weighs `weight` from now on.
+
+    An unsampled key costs a hash.
+    """
     if mix(np.uint64(key)) < ghost.threshold[0]:
         follow(ghost, key, weight, asked)
 
@@ -100,7 +111,7 @@ def follow(ghost: GhostState, key: int, weight: float, asked: float) -> None:
 
 
 @inner
-def _find(ghost: GhostState, key: int) -> int:
+def _find(ghost: GhostState, key: int) -> np.int64:
     """Return the key's place in the hash table, or the empty place where it belongs."""
     mask = ghost.place.size - 1
     at = np.int64(mix(mix(np.uint64(key))) & np.uint64(mask))

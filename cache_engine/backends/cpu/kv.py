@@ -2,8 +2,8 @@
 
 A user's keys and values lie in pages of `page_tokens` tokens, in order, so what is cached is always a prefix of the
 history and giving up the tail page leaves a shorter valid prefix. Memory is won from the user used least recently.
-A user who is leased is never evicted; if his cache is dropped meanwhile (a new epoch, an abort) it becomes unreachable at
-once and its pages come back when the last lease ends.
+A user who is leased is never evicted; if his cache is dropped meanwhile (a new epoch, an abort) it becomes unreachable
+at once and its pages come back when the last lease ends.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ def new_pool_state(pages: int, members: int) -> PoolState:
     free = np.arange(pages - 1, -1, -1, dtype=np.int32)
     scalars = np.zeros(N_POOL_SCALARS, np.int64)
     scalars[FREE_COUNT] = pages
-    counts = [np.zeros(members, np.int64) for _ in range(6)]
     return PoolState(
         np.full(pages, FREE, np.int16),
         np.zeros(pages, np.uint8),
@@ -51,7 +50,12 @@ def new_pool_state(pages: int, members: int) -> PoolState:
         free,
         np.zeros((members, pages), np.int32),
         np.zeros(pages, np.int32),
-        *counts,
+        np.zeros(members, np.int64),
+        np.zeros(members, np.int64),
+        np.zeros(members, np.int64),
+        np.zeros(members, np.int64),
+        np.zeros(members, np.int64),
+        np.zeros(members, np.int64),
         scalars,
     )
 

@@ -10,7 +10,17 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from eval.comparison import DEPLOYABLE, HINDSIGHT, OPTIMUM, POLICY, REFERENCE, Comparison, Contestant, compare
+from eval.comparison import (
+    DEPLOYABLE,
+    HINDSIGHT,
+    OPTIMUM,
+    POLICY,
+    REFERENCE,
+    Comparison,
+    Contestant,
+    check_draws,
+    compare,
+)
 from eval.sweep import STEP, ReplayFunction, alpha_grid, working
 from helm_rl.checkpoint import POLICY_FILE
 from helm_rl.control.base import BasePolicy
@@ -60,12 +70,9 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
     """
     scenario = load_scenario(args.scenario)
     seeds = args.seeds if args.seeds is not None else (3 if args.trace is None else 1)
-    if seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {seeds}")
+    check_draws(args.seed, seeds)
     if args.trace is not None and seeds != 1:
         raise UserError(f"--seeds {seeds}: a recorded trace is one set of arrivals; leave --seeds out with --trace")
-    if args.seed < 0:
-        raise UserError(f"--seed must not be negative, got {args.seed}")
     if args.jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {args.jobs}")
     alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, args.step)
@@ -125,7 +132,7 @@ def headline(comparison: Comparison) -> str:
     """The result in a sentence or two, with the measured numbers and nothing else."""
 
     def p99(key: str) -> str:
-        return f"{comparison.estimate(key, 'p99_ms').value:.1f} ms"
+        return f"{comparison.estimate(key, 'p99_ms').value:,.1f} ms"
 
     draws = len(comparison.results)
     where = "on the recorded arrivals" if comparison.results[0].seed is None else f"over {draws} draws of arrivals"

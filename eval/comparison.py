@@ -21,6 +21,7 @@ from helm_rl.control.protocol import Controller
 from helm_rl.control.schedule import ScheduledAlpha
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure
+from helm_rl.metrics import SHED_FACTOR
 from helm_rl.scenario import scenario_hash
 
 if TYPE_CHECKING:
@@ -31,10 +32,11 @@ FAMILY = "default"
 ROUTER = "single"
 """One node, so nothing is routed."""
 
-SEEDS_FROM = 10**12
-STEADY_SEEDS_FROM = 2 * 10**12
+SEEDS_FROM = 1_000_000
+STEADY_SEEDS_FROM = 2_000_000
+MOST_DRAWS = 1_000_000
 """Arrivals are drawn from these seeds up: the evaluated ones, and the Steady ones on which the deployable static is
-chosen. Training draws from 32-bit seeds, so nothing is judged on arrivals that it was fitted to."""
+chosen. Training draws from 2**32 up (envs/training_traces.py), so nothing is judged on arrivals it was fitted to."""
 
 POLICY = "policy"
 HALF = "half_static"
@@ -254,8 +256,7 @@ def compare(
         UserError: No seed, a trace or a segment with too few requests, a step out of range.
         RuntimeError: A controller that beat the reference did not do so again in a second replay.
     """
-    if seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {seeds}")
+    check_draws(first_seed, seeds)
     if trace is not None and seeds != 1:
         raise UserError(f"a recorded trace is one set of arrivals: --seeds must be 1 with --trace, got {seeds}")
 
@@ -292,6 +293,7 @@ def compare(
             )
         if swept.part.sparse:
             notes.append(f"{swept.part.sparse} segments hold too few requests for a P99 and were left out")
+    notes += _overloaded(scenario, results)
     hashes = {result.trace_hash for result in results}
     notes += [
         f"the {policy.title} was trained on these very arrivals, so its figures flatter it"
@@ -321,6 +323,14 @@ def provenance(comparison: Comparison) -> dict[str, str]:
     }
 
 
+def check_draws(first_seed: int, seeds: int) -> None:
+    """Raise UserError unless at least one draw is asked for and all of them are among the held-out seeds."""
+    if seeds < 1:
+        raise UserError(f"--seeds must be at least 1, got {seeds}")
+    if first_seed < 0 or first_seed + seeds > MOST_DRAWS:
+        raise UserError(f"--seed must lie in 0 to {MOST_DRAWS - seeds}, got {first_seed}")
+
+
 def _generate(scenario: Scenario, seed: int | None) -> Trace:
     from helm_rl.workloads.generate import generate
 
@@ -337,6 +347,21 @@ def _steady_optimum(scenario: Scenario, work: Work, draws: int, first_seed: int,
         swept.append(sweep_adaptively(steady, arrivals, work, step))
     pooled = pooled_curve(swept, step)
     return pooled, pooled.best
+
+
+def _overloaded(scenario: Scenario, results: Sequence[SeedResult]) -> list[str]:
+    """Name the segments in which every static sheds over 1 %: there P99 is the price of shedding alone."""
+    shed_ms = float(np.float32(SHED_FACTOR * scenario.slo_ms))
+    found = {
+        f"{span.label} from {span.start_ns / 1e9:g} s"
+        for result in results
+        for span, settled in zip(result.sweep.part.spans, result.sweep.settled, strict=True)
+        if settled.p99_ms.min() == shed_ms
+    }
+    return [
+        f"in segment {each} every static sheds more than 1 % of the requests: alpha* means nothing"
+        for each in sorted(found)
+    ]
 
 
 def _fixed_rows(half: float, deployable: float) -> tuple[Row, ...]:

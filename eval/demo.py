@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from eval.command import console, footnotes, headline, policy_contestant
-from eval.comparison import SEEDS_FROM, Comparison, compare
+from eval.comparison import SEEDS_FROM, Comparison, check_draws, compare
 from eval.p99_latency import latency_table
 from eval.ratio_gap import gap_table
 from eval.sweep import STEP, working
@@ -69,11 +69,10 @@ def run(args: Args, size: Size) -> Comparison:
     """Do all of it and put the results in `args.output`.
 
     Raises:
-        UserError: The output exists (and is not an earlier demo that --overwrite may replace), or the seed is negative.
+        UserError: The output exists (and is not an earlier demo that --overwrite may replace), or the seed is out of range.
         KeyboardInterrupt: Nothing is left behind then.
     """
-    if args.seed < 0:
-        raise UserError(f"--seed must not be negative, got {args.seed}")
+    check_draws(args.seed, size.draws)
     refuse_output(args.output, args.overwrite)
 
     # Here, so that `helm-rl demo --help` and a refused output do not wait for torch and the simulator.

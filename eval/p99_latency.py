@@ -49,8 +49,8 @@ def latency_table(comparison: Comparison) -> Table:
         table.add_row(
             row.title,
             with_interval(found["p99_ms"]),
-            f"{found['p50_ms'].value:.1f}",
-            f"{found['windowed_p99_ms'].value:.1f}",
+            f"{found['p50_ms'].value:,.1f}",
+            f"{found['windowed_p99_ms'].value:,.1f}",
             f"{100 * found['slo'].value:.2f} %",
             f"{found['throughput'].value:.1f}",
             percent(found["regret"].value),
@@ -60,8 +60,8 @@ def latency_table(comparison: Comparison) -> Table:
 
 def with_interval(measured: Estimate, digits: int = 1) -> str:
     """Show a value and, where there is one, its interval."""
-    text = f"{measured.value:.{digits}f}"
+    text = f"{measured.value:,.{digits}f}"
     if measured.interval is None:
         return text
     low, high = measured.interval
-    return f"{text} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{text} ({low:,.{digits}f} to {high:,.{digits}f})"

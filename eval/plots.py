@@ -100,7 +100,7 @@ def tail_by_controller(comparison: Comparison, narrow: bool) -> Figure:
         axes.plot(found.per_seed, [place] * len(found.per_seed), "o", color=look.colour, markersize=3.5, alpha=0.55)
         axes.plot(found.value, place, "|", color=look.colour, markersize=15, markeredgewidth=2.4)
         axes.annotate(
-            f"{found.value:.0f}",
+            f"{found.value:,.0f}",
             (found.value, place),
             xytext=(0, 8),
             textcoords="offset points",
@@ -111,7 +111,8 @@ def tail_by_controller(comparison: Comparison, narrow: bool) -> Figure:
     axes.set_yticks(range(len(rows)), [row.title for row in reversed(rows)])
     axes.set_ylim(-0.5, len(rows) - 0.35)
     _log_ms(axes.xaxis, axes.set_xscale)
-    _widen(axes, [value for row in rows for value in comparison.estimate(row.key, "p99_ms").per_seed])
+    shown = [value for row in rows for value in comparison.estimate(row.key, "p99_ms").per_seed]
+    axes.set_xlim(*_range([*shown, comparison.scenario.slo_ms]))
     axes.axvline(comparison.scenario.slo_ms, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
     axes.annotate(
         "SLO",
@@ -140,9 +141,8 @@ def alpha_over_time(comparison: Comparison, narrow: bool) -> Figure:
     for index, (span, curve) in enumerate(zip(spans, first.sweep.settled, strict=True)):
         at = [span.start_ns / 1e9, span.end_ns / 1e9]
         for low, high in curve.flat:
-            half_step = comparison.step / 2 if low == high else 0.0
             label = "flat set of α*" if index == 0 and low == curve.flat[0][0] else None
-            above.fill_between(at, low - half_step, high + half_step, color=FLAT, linewidth=0, label=label)
+            above.fill_between(at, low, high, color=FLAT, linewidth=0, label=label)
     look = LOOKS[OPTIMUM]
     edges = np.array([[span.start_ns / 1e9, span.end_ns / 1e9] for span in spans]).ravel()
     stars = np.repeat([curve.best for curve in first.sweep.settled], 2)
@@ -221,7 +221,7 @@ def curves_by_regime(comparison: Comparison, narrow: bool) -> Figure:
         axes.set_visible(False)
     for place, (axes, (title, curve, others)) in enumerate(zip(cells, panels, strict=False)):
         for low, high in curve.flat:
-            axes.axvspan(low - comparison.step / 4, high + comparison.step / 4, color=FLAT, linewidth=0)
+            axes.axvspan(low, high, color=FLAT, linewidth=0)
         for other in others:
             axes.plot(other.alphas, other.smooth_ms, color=SOFT, linewidth=0.7, alpha=0.6)
         axes.plot(curve.alphas, curve.p99_ms, "o", color=INK, markersize=2.2, alpha=0.55)
@@ -231,7 +231,7 @@ def curves_by_regime(comparison: Comparison, narrow: bool) -> Figure:
         _log_ms(axes.yaxis, axes.set_yscale)
         _headroom(axes, curve)
         axes.annotate(
-            f"{'best' if place == 0 else 'α*'} {curve.best:.2f}, {least:.0f} ms",
+            f"{'best' if place == 0 else 'α*'} {curve.best:.2f}, {least:,.0f} ms",
             (curve.best, least),
             xytext=(0, -6),
             textcoords="offset points",
@@ -262,6 +262,8 @@ def latency_distribution(comparison: Comparison, narrow: bool) -> Figure:
             run.tail_ms, run.tail_share, color=look.colour, linestyle=look.dashes, linewidth=look.width, label=row.title
         )
     _log_ms(axes.xaxis, axes.set_xscale)
+    ends = [float(run.tail_ms[place]) for run in (first.runs[row.key] for row in comparison.rows) for place in (0, -1)]
+    axes.set_xlim(*_range([*ends, comparison.scenario.slo_ms]))
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(10))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
@@ -334,10 +336,9 @@ def _milliseconds(value: float, _: object = None) -> str:
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
-def _widen(axes: Axes, values: list[float]) -> None:
-    """Give a log x axis room for the labels beside its outermost points."""
-    low, high = min(values), max(values)
-    axes.set_xlim(low / 1.35, high * 1.35)
+def _range(values: list[float]) -> tuple[float, float]:
+    """Ends of a log axis with room for the labels beside its outermost points."""
+    return min(values) / 1.35, max(values) * 1.35
 
 
 def _headroom(axes: Axes, curve: Curve) -> None:

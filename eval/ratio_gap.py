@@ -71,7 +71,7 @@ def segment_table(comparison: Comparison) -> Table:
             show_alpha(segment.best),
             f"{segment.noise_floor:.3f}" if np.isfinite(segment.noise_floor) else "-",
             show_flat(segment.flat),
-            f"{segment.p99_ms:.1f}",
+            f"{segment.p99_ms:,.1f}",
         ]
         table.add_row(*cells, *([f"{segment.policy_gap:.3f}"] if policy else []))
     return table

@@ -79,14 +79,14 @@ def _tiles(comparison: Comparison) -> list[Tile]:
     room = f"{100 * headroom:.1f}" + (f" ± {100 * error:.1f}" if np.isfinite(error) else "") + " %"
     if not any(row.key == POLICY for row in comparison.rows):
         return [
-            Tile(f"{comparison.estimate(OPTIMUM, 'p99_ms').value:.1f} ms", "P99 of the per-segment optimum"),
-            Tile(f"{comparison.estimate(HINDSIGHT, 'p99_ms').value:.1f} ms", "P99 of the best static in hindsight"),
-            Tile(f"{comparison.estimate(DEPLOYABLE, 'p99_ms').value:.1f} ms", "P99 of the deployable static"),
+            Tile(f"{comparison.estimate(OPTIMUM, 'p99_ms').value:,.1f} ms", "P99 of the per-segment optimum"),
+            Tile(f"{comparison.estimate(HINDSIGHT, 'p99_ms').value:,.1f} ms", "P99 of the best static in hindsight"),
+            Tile(f"{comparison.estimate(DEPLOYABLE, 'p99_ms').value:,.1f} ms", "P99 of the deployable static"),
             Tile(room, "headroom: what the reference gains on the best static in hindsight"),
         ]
     regret = comparison.estimate(POLICY, "regret").value
     return [
-        Tile(f"{comparison.estimate(POLICY, 'p99_ms').value:.1f} ms", "P99 of the policy"),
+        Tile(f"{comparison.estimate(POLICY, 'p99_ms').value:,.1f} ms", "P99 of the policy"),
         Tile(_times(comparison.ratio(POLICY, DEPLOYABLE).value), "the deployable static's P99"),
         Tile(_times(comparison.ratio(POLICY, HINDSIGHT).value), "the P99 of the best static in hindsight"),
         Tile(f"{'+' if regret >= 0 else '−'}{percent(abs(regret))}", "regret: P99 against the reference"),
@@ -111,10 +111,10 @@ def _rows(comparison: Comparison) -> list[dict[str, str]]:
                 "key": row.key,
                 "title": row.title,
                 "meaning": row.meaning,
-                "p99": f"{values['p99_ms'].value:.1f}",
+                "p99": f"{values['p99_ms'].value:,.1f}",
                 "interval": _interval(values["p99_ms"]),
-                "p50": f"{values['p50_ms'].value:.1f}",
-                "windowed": f"{values['windowed_p99_ms'].value:.1f}",
+                "p50": f"{values['p50_ms'].value:,.1f}",
+                "windowed": f"{values['windowed_p99_ms'].value:,.1f}",
                 "slo": f"{100 * values['slo'].value:.2f} %",
                 "throughput": f"{values['throughput'].value:.1f}",
                 "regret": percent(values["regret"].value).replace("-", "−"),
@@ -128,7 +128,7 @@ def _rows(comparison: Comparison) -> list[dict[str, str]]:
 def _interval(measured: Estimate) -> str:
     if measured.interval is None:
         return ""
-    return f"{measured.interval[0]:.1f} to {measured.interval[1]:.1f}"
+    return f"{measured.interval[0]:,.1f} to {measured.interval[1]:,.1f}"
 
 
 def _keep_units(text: str) -> str:
@@ -144,7 +144,7 @@ def _segments(comparison: Comparison) -> list[dict[str, str]]:
             "best": show_alpha(segment.best),
             "noise": f"{segment.noise_floor:.3f}" if np.isfinite(segment.noise_floor) else "unknown",
             "flat": show_flat(segment.flat),
-            "p99": f"{segment.p99_ms:.1f}",
+            "p99": f"{segment.p99_ms:,.1f}",
             "gap": f"{segment.policy_gap:.3f}",
         }
         for segment in segments(comparison)
@@ -158,7 +158,7 @@ def _plots(comparison: Comparison) -> list[Plot]:
         f"{span.label} {curve.best:.2f}"
         for span, curve in zip(first.sweep.part.spans, first.sweep.settled, strict=True)
     )
-    tails = ", ".join(f"{row.title} {comparison.estimate(row.key, 'p99_ms').value:.1f} ms" for row in comparison.rows)
+    tails = ", ".join(f"{row.title} {comparison.estimate(row.key, 'p99_ms').value:,.1f} ms" for row in comparison.rows)
     thin = " Thin lines: the other draws." if several else ""
     return [
         _plot(

@@ -35,8 +35,10 @@ STEP = 0.02
 """Spacing of the alphas around a minimum."""
 COARSE_STEP = 0.1
 """Spacing of the first look at the whole range."""
-REACH = 5
-"""Steps on either side of a minimum that must be replayed, and half the width of the smoothing window."""
+REACH = 0.1
+"""Half the width of the smoothing window, and how far around a minimum the fine grid reaches."""
+LEAST_STEPS = 3
+"""Fine steps within that reach, at the least, whatever the step."""
 FLAT = 1.02
 """P99s up to this multiple of the least one belong to the flat set."""
 
@@ -54,8 +56,8 @@ class Curve:
     """P99 against alpha.
 
     alphas: float64[k], ascending; p99_ms: float64[k], as measured; smooth_ms: float64[k], smoothed where the
-    grid is fine and as measured elsewhere; best: the alpha at the least smoothed P99; flat: the flat set around
-    it.
+    grid is fine and as measured elsewhere; best: the alpha at the least smoothed P99 (of several, the middle one);
+    flat: where the smoothed curve, linear in ln P99 between its points, is within FLAT of its least.
     """
 
     alphas: Floats
@@ -82,7 +84,9 @@ class Sweep:
     @property
     def hindsight(self) -> float:
         """The alpha with the least P99 of the whole run, as measured: the strongest static there is."""
-        return min(self.runs, key=lambda alpha: self.runs[alpha].p99_ms)
+        least = min(run.p99_ms for run in self.runs.values())
+        tied = [alpha for alpha, run in self.runs.items() if run.p99_ms == least]
+        return tied[len(tied) // 2]
 
 
 class Work:
@@ -184,12 +188,11 @@ def sweep_adaptively(
     also: Iterable[float] = (),
     opening: bool = False,
 ) -> Sweep:
-    """Replay a coarse grid, then `step` around the minimum of the whole run and of every segment, until each is
+    """Replay a coarse grid, then `step` around the minima of the whole run and of every segment, until each is
     enclosed.
 
-    Enclosed: REACH steps on both sides of the minimum, and one step beyond each alpha of its flat set, have
-    been replayed (or the range ends there). also: alphas to replay besides, such as .5; opening: enclose the
-    minimum of the first quarter too.
+    A minimum is enclosed when every alpha of the fine grid within REACH of it has been replayed. also: alphas to replay
+    besides, such as .5; opening: enclose the minimum of the first quarter too.
     """
     part = measured_part(trace)
     grid = alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, step)
@@ -198,10 +201,8 @@ def sweep_adaptively(
     runs = _replay_statics(scenario, trace, part, coarse, {}, work)
     while True:
         found = _curves(part, runs, step)
-        wanted: set[float] = set()
-        for each in (found.whole, *found.settled, *([found.opening] if opening else [])):
-            wanted |= _near(grid, [each.best], REACH)
-            wanted |= _near(grid, [alpha for alpha in each.alphas if _in_flat(alpha, each.flat)], 1)
+        curves = [found.whole, *found.settled, *([found.opening] if opening else [])]
+        wanted = {alpha for each in curves for alpha in _around(grid, each.best, _steps(step))}
         missing = wanted - runs.keys()
         if not missing:
             return found
@@ -222,14 +223,27 @@ def curve(alphas: npt.ArrayLike, p99_ms: npt.ArrayLike, step: float = STEP) -> C
     """
     at = np.asarray(alphas, dtype=np.float64)
     measured = np.asarray(p99_ms, dtype=np.float64)
-    smooth = np.exp(smooth_log(at, np.log(measured), REACH * step))
-    least = int(np.argmin(smooth))
-    inside = smooth <= FLAT * smooth[least]
+    log = smooth_log(at, np.log(measured), _steps(step) * step)
+    least = float(log.min())
+    tied = np.flatnonzero(log <= least + 1e-12)  # all of them, where every alpha sheds more than 1 %
+    return Curve(at, measured, np.exp(log), float(at[tied[tied.size // 2]]), _flat_set(at, log - least - np.log(FLAT)))
+
+
+def _flat_set(at: Floats, above: Floats) -> FlatSet:
+    """Intervals of alpha in which `above`, given at the points `at` and linear between them, is not positive."""
     flat: list[tuple[float, float]] = []
+    inside = above <= 0
     for index in np.flatnonzero(inside):
-        joins = flat and inside[index - 1] and at[index] - at[index - 1] <= 1.5 * step
-        flat[-1:] = [(flat[-1][0], float(at[index]))] if joins else [*flat[-1:], (float(at[index]),) * 2]
-    return Curve(at, measured, smooth, float(at[least]), tuple(flat))
+        low = high = float(at[index])
+        if index > 0 and not inside[index - 1]:
+            low -= float((at[index] - at[index - 1]) * above[index] / (above[index] - above[index - 1]))
+        if index + 1 < at.size and not inside[index + 1]:
+            high += float((at[index + 1] - at[index]) * above[index] / (above[index] - above[index + 1]))
+        if index > 0 and inside[index - 1]:
+            flat[-1] = (flat[-1][0], high)
+        else:
+            flat.append((low, high))
+    return tuple(flat)
 
 
 def pooled_curve(sweeps: Sequence[Sweep], step: float = STEP) -> Curve:
@@ -248,7 +262,7 @@ def smooth_log(at: Floats, log_p99: Floats, reach: float) -> Floats:
     """
     smooth = log_p99.copy()
     for index, centre in enumerate(at):
-        distance = np.abs(at - centre) / (reach * (1.0 + 1.0 / (2 * REACH)))
+        distance = np.abs(at - centre) / (1.1 * reach)  # so that the points at its ends still count
         near = distance < 1.0
         if near.sum() < 4:
             continue
@@ -281,14 +295,12 @@ def _curves(part: Measured, runs: dict[float, Run], step: float) -> Sweep:
     return Sweep(part, runs, whole, opening, tuple(curve(alphas, column, step) for column in settled.T))
 
 
-def _near(grid: list[float], centres: Iterable[float], steps: int) -> set[float]:
-    """The points of `grid` within `steps` places of the point nearest to each centre."""
-    found: set[float] = set()
-    for centre in centres:
-        index = int(np.argmin(np.abs(np.array(grid) - centre)))
-        found.update(grid[max(0, index - steps) : index + steps + 1])
-    return found
+def _steps(step: float) -> int:
+    """Fine steps within the reach."""
+    return max(LEAST_STEPS, round(REACH / step))
 
 
-def _in_flat(alpha: float, flat: FlatSet) -> bool:
-    return any(low <= alpha <= high for low, high in flat)
+def _around(grid: list[float], centre: float, steps: int) -> list[float]:
+    """The points of `grid` within `steps` places of the one nearest to `centre`."""
+    index = int(np.argmin(np.abs(np.array(grid) - centre)))
+    return grid[max(0, index - steps) : index + steps + 1]

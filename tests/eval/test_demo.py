@@ -122,6 +122,6 @@ def test_overwriting_spares_folders_that_no_demo_made(tmp_path: Path) -> None:
 
 
 def test_a_negative_seed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--seed must not be negative"):
+    with pytest.raises(UserError, match="--seed must lie in 0 to"):
         run(Args(output=tmp_path / "out", seed=-1), Size())
     assert list(tmp_path.iterdir()) == []

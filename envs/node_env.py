@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
         self._traces = traces
         self._interval_ns = traces.interval_ns
         self._paired = paired
-        if episode_s is not None and not episode_s * 1e9 >= self._interval_ns:
+        if episode_s is not None and not self._interval_ns <= episode_s * 1e9 < math.inf:
             raise UserError(
                 f"episode_s must be at least one interval ({self.scenario.control.interval_s:g} s), got {episode_s}"
             )
@@ -107,6 +108,8 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
             raise UserError(f"unknown reset options {sorted(unknown)}; known: trace, start, alpha")
         control = self.scenario.control
         i = int(chosen.get("trace", self.np_random.integers(len(self._traces))))
+        if not 0 <= i < len(self._traces):
+            raise UserError(f"option trace must be in [0, {len(self._traces)}), got {i}")
         trace = self._traces.trace(i)
         intervals = self._traces.intervals(i)
         if intervals < 1:
@@ -120,6 +123,8 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
             raise UserError(f"option start must be in [0, {intervals}), got {self._k}")
         self._steps_left = min(self._steps_left, intervals - self._k)
         alpha = float(chosen.get("alpha", self.np_random.uniform(control.alpha_min, control.alpha_max)))
+        if not control.alpha_min <= alpha <= control.alpha_max:
+            raise UserError(f"option alpha must be in [{control.alpha_min:g}, {control.alpha_max:g}], got {alpha}")
         self._reference = self._traces.reference(i) if self._paired else np.zeros(intervals)
         start = trace.meta.measure_from_ns + self._k * self._interval_ns
         begin = max(start - round(_WARM_S * 1e9), min(int(trace.arrival_ns[0]), start))
@@ -141,8 +146,8 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
             raise gym.error.ResetNeeded("call reset before step")
         if self._steps_left == 0:
             raise gym.error.ResetNeeded("the episode has ended: call reset")
-        rate = float(np.asarray(action).reshape(-1)[0])
-        if not np.isfinite(rate):
+        rate = float(np.asarray(action).reshape(1)[0])
+        if not math.isfinite(rate):
             raise ValueError(f"the action must be a number in [-1, 1], got {action}")
         control = self.scenario.control
         before = node.alpha

@@ -14,7 +14,6 @@ from gymnasium.vector.utils import batch_space
 
 from envs.node_env import FloatArray, HelmNodeEnv
 from envs.training_traces import TrainingTraces
-from helm_rl import observation
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.trace import Trace
@@ -25,9 +24,9 @@ T = TypeVar("T")
 class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
     """`num_envs` nodes under one scenario; an episode that ends is reset in the same step.
 
-    Where episodes end, infos carry `final_obs` (float32 [num_envs, 17], rows of running episodes NaN) and the mask
-    `_final_obs`, as gymnasium's own vector environments do with AutoresetMode.SAME_STEP. `alpha` and `p99_ms` are
-    arrays [num_envs]. Results do not depend on the number of threads.
+    It behaves as gymnasium's `SyncVectorEnv` over `HelmNodeEnv` with AutoresetMode.SAME_STEP does, infos included:
+    where an episode ends, `final_obs` and `final_info` hold its end, the mask `_final_obs` says where that is, and the
+    rest is the next episode's start. Results do not depend on the number of threads.
 
     Args:
         num_envs: number of nodes.
@@ -54,6 +53,8 @@ class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
         super().__init__()
         if num_envs < 1:
             raise UserError(f"num_envs must be at least 1, got {num_envs}")
+        if threads is not None and threads < 1:
+            raise UserError(f"threads must be at least 1, got {threads}")
         self.num_envs = num_envs
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         shared = TrainingTraces(scenario, traces, count=trace_count, seed=seed)
@@ -72,7 +73,10 @@ class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
         if len(seeds) != self.num_envs:
             raise UserError(f"one seed per environment: {len(seeds)} for {self.num_envs}")
         results = self._map(lambda i: self.envs[i].reset(seed=seeds[i], options=options))
-        return np.stack([obs for obs, _ in results]), _gather([info for _, info in results])
+        infos: dict[str, Any] = {}
+        for i, (_, info) in enumerate(results):
+            infos = self._add_info(infos, info, i)
+        return np.stack([obs for obs, _ in results]), infos
 
     def step(
         self, actions: FloatArray
@@ -81,23 +85,21 @@ class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
         if len(actions) != self.num_envs:
             raise ValueError(f"one action per environment: {len(actions)} for {self.num_envs}")
 
-        def one(i: int) -> tuple[FloatArray, float, bool, FloatArray | None, dict[str, Any]]:
+        def one(i: int) -> tuple[FloatArray, float, bool, dict[str, Any], dict[str, Any]]:
             obs, earned, _, truncated, info = self.envs[i].step(actions[i])
-            if not truncated:
-                return obs, earned, False, None, info
-            return self.envs[i].reset()[0], earned, True, obs, info
+            final: dict[str, Any] = {}
+            if truncated:
+                final = {"final_obs": obs, "final_info": info}
+                obs, info = self.envs[i].reset()
+            return obs, earned, truncated, final, info
 
         results = self._map(one)
         obs = np.stack([result[0] for result in results])
         rewards = np.array([result[1] for result in results])
         truncations = np.array([result[2] for result in results])
-        infos = _gather([result[4] for result in results])
-        if truncations.any():
-            final = np.full((self.num_envs, observation.SIZE), np.nan, np.float32)
-            for i, result in enumerate(results):
-                if result[3] is not None:
-                    final[i] = result[3]
-            infos["final_obs"], infos["_final_obs"] = final, truncations.copy()
+        infos: dict[str, Any] = {}
+        for i, (_, _, _, final, info) in enumerate(results):
+            infos = self._add_info(infos, final | info, i)
         return obs, rewards, np.zeros(self.num_envs, np.bool_), truncations, infos
 
     def close_extras(self, **_: Any) -> None:
@@ -106,7 +108,3 @@ class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
 
     def _map(self, work: Callable[[int], T]) -> list[T]:
         return list(self._threads.map(work, range(self.num_envs)))
-
-
-def _gather(infos: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: np.array([info[name] for info in infos]) for name in ("alpha", "p99_ms")}

@@ -42,8 +42,8 @@ class WindowStats:
     backlog_pages: int  # pages still to move to reach the target
     moved_pages: int  # ownership changes within the window
     pages: int
-    emb_margin_ms: float  # ms saved per request by one more EMB page (ghost estimate)
-    kv_margin_ms: float  # the same for one more KV page
+    emb_margin_ms: float  # ms saved per request by 1 % more of the pool as EMB (ghost estimate)
+    kv_margin_ms: float  # the same as KV
 
 
 def p99_ms(latency_ms: npt.NDArray[np.floating]) -> float:

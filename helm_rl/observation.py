@@ -17,7 +17,7 @@
 | 15 | backlog | pages still to move / pages |
 | 16 | burst_score | largest detector statistic / its threshold, clipped to 2, / 2; 0 while there is no detector |
 
-With no request in the window the last value of a ratio over requests stands.
+With no request in the window the last value of a ratio over requests stands; `ObservationBuilder.age_s` is its age.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ class ObservationBuilder:
         self._windows: deque[WindowStats] = deque()
         self._fast = self._slow = 0.0
         self._seen_s = 0.0
+        self.age_s = 0.0
+        """Seconds since the end of the last window in which a request arrived."""
         self._last = np.zeros(SIZE, np.float32)
 
     def update(self, window: WindowStats) -> FloatArray:
@@ -94,6 +96,7 @@ class ObservationBuilder:
             windows.popleft()
         seconds = max((window.end_ns - windows[0].start_ns) * 1e-9, 1e-9)
         self._follow_rate(window)
+        self.age_s = 0.0 if window.arrivals else self.age_s + (window.end_ns - window.start_ns) * 1e-9
 
         x = self._last.copy()
         arrivals = sum(w.arrivals for w in windows)

@@ -50,6 +50,11 @@ SKETCH_LOW_MS = 0.01
 SKETCH_WIDTH = 0.01  # in ln: 1 % a bin, up to 88,000 s
 EXCESS_CLIP = 10.0
 
+FOREVER_NS = 2**63 - 1
+# However slow link and accelerator are, times stay within int64: a trace's are below 2**62.
+_LATEST_NS = np.int64(2**62 + 2**61)
+_LONGEST_NS = 2.0**60
+
 
 class QueueState(NamedTuple):
     """Queues of one node; Q places in the ring, n requests in the trace."""
@@ -103,8 +108,8 @@ def admit(queue: QueueState, request: int, arrival_ns: int, link_bytes: float, f
     """Put a request on the link, behind those before it."""
     clocks = queue.clocks
     start = max(arrival_ns, clocks[LINK_FREE])
-    busy = np.int64(link_bytes / queue.params[LINK_BYTES_PER_NS])
-    clocks[LINK_FREE] = start + busy
+    busy = np.int64(min(link_bytes / queue.params[LINK_BYTES_PER_NS], _LONGEST_NS))
+    clocks[LINK_FREE] = min(start + busy, _LATEST_NS)
     queue.window[LINK_BUSY] += busy
     at = clocks[ADMITTED] % queue.ready_ns.size
     queue.ready_ns[at] = clocks[LINK_FREE]
@@ -141,8 +146,8 @@ def advance(queue: QueueState, arrival_ns: npt.NDArray[np.int64], now_ns: int) -
             flop += queue.work_flop[at]
             size += 1
             clocks[STARTED] += 1
-        busy = np.int64(queue.params[BATCH_NS] + flop / queue.params[FLOP_PER_NS])
-        clocks[COMPUTE_FREE] = start + busy
+        busy = np.int64(min(queue.params[BATCH_NS] + flop / queue.params[FLOP_PER_NS], _LONGEST_NS))
+        clocks[COMPUTE_FREE] = min(start + busy, _LATEST_NS)
         queue.window[COMPUTE_BUSY] += busy
 
 

@@ -56,7 +56,8 @@ class NodeState(NamedTuple):
     params: npt.NDArray[np.float64]
     clocks: npt.NDArray[np.int64]
     window: npt.NDArray[np.float64]
-    miss_rate: npt.NDArray[np.float64]  # [2] smoothed, of TAIL and HOT
+    miss_rate: npt.NDArray[np.float64]  # [2] smoothed, of TAIL and HOT: misses / lookups
+    fetch_rate: npt.NDArray[np.float64]  # [2] the same for rows fetched, one for all copies of a row in a request
     keys: npt.NDArray[np.int64]  # [B]
     tables: npt.NDArray[np.int16]  # [B] zeros
     arrival_ns: npt.NDArray[np.int64]  # [n]
@@ -102,15 +103,17 @@ def _migrate_until(node: NodeState, pool: PoolState, emb: EmbeddingState, kvs: K
     """Move pages on every tick up to `now_ns`, at most the budget on each; the same steps as `HbmPool.migrate`."""
     clocks = node.clocks
     window = node.window
+    tick_ns = np.int64(node.params[TICK_NS])
+    e, k = emb.scalars[embedding.MEMBER], kvs.scalars[kv.MEMBER]
     while clocks[NEXT_TICK_NS] <= now_ns:
         tick = clocks[NEXT_TICK_NS]
-        clocks[NEXT_TICK_NS] += np.int64(node.params[TICK_NS])
+        if pool.owned[e] == pool.goal[e] and pool.owned[k] == pool.goal[k]:
+            clocks[NEXT_TICK_NS] += ((now_ns - tick) // tick_ns + 1) * tick_ns
+            return
+        clocks[NEXT_TICK_NS] += tick_ns
         window[BUDGET] += node.params[PAGES_PER_TICK]
         budget = np.int64(window[BUDGET])
         window[BUDGET] -= budget
-        e, k = emb.scalars[embedding.MEMBER], kvs.scalars[kv.MEMBER]
-        if pool.owned[e] == pool.goal[e] and pool.owned[k] == pool.goal[k]:
-            continue
         freed = embedding.release_pages(emb, pool, budget, tick, _DRAIN_LIMIT_NS)
         kv.release_pages(kvs, pool, budget - freed)
         granted = embedding.accept_pages(emb, pool, budget)
@@ -158,38 +161,42 @@ def _serve(
     hot_end = candidate_rows(rows, keys, n, i, phase, candidates, HOT)
     end = candidate_rows(rows, keys, hot_end, i, phase, candidates, TAIL)
     embedding.lookup(emb, pool, scratch, node.tables, keys, end)
-    misses_tail = 0
-    misses_hot = 0
-    miss = scratch.miss
+    misses_tail = misses_hot = fetched_tail = fetched_hot = 0
+    miss, first = scratch.miss, scratch.first
     threshold = emb_ghost.threshold[0]
     for j in range(end):
         if mix(np.uint64(keys[j])) < threshold:
             ghost.follow(emb_ghost, keys[j], 1.0, 1.0)
         if miss[j] >= 0:
+            fetched = 1 if first[miss[j]] == j else 0
             if tail <= j < hot_end:
                 misses_hot += 1
+                fetched_hot += fetched
             else:
                 misses_tail += 1
-    _learn(node.miss_rate, TAIL, end - hot_end + tail, misses_tail)
-    _learn(node.miss_rate, HOT, hot_end - tail, misses_hot)
+                fetched_tail += fetched
+    _learn(node, TAIL, end - hot_end + tail, misses_tail, fetched_tail)
+    _learn(node, HOT, hot_end - tail, misses_hot, fetched_hot)
 
-    # The request is charged the expected misses of its rows: a sample's own would add noise that no real request has.
+    # The request is charged the expected fetches of its rows: a sample's own would add noise that no real request has.
     tokens = history - prefix
     total = float(tokens + candidates) * params[ROWS_PER_TOKEN]
-    fraction = rows.hot_fraction[phase]
-    missing = total * ((1.0 - fraction) * rows.tail_share[0] * node.miss_rate[TAIL] + fraction * node.miss_rate[HOT])
+    hot_rows = total * rows.hot_fraction[phase]
+    tail_rows = (total - hot_rows) * rows.tail_share[0]
     window[ROWS] += total
-    window[ROWS_HIT] += total - missing
+    window[ROWS_HIT] += total - tail_rows * node.miss_rate[TAIL] - hot_rows * node.miss_rate[HOT]
+    fetches = tail_rows * node.fetch_rate[TAIL] + hot_rows * node.fetch_rate[HOT]
 
     kv.extend(kvs, pool, user, 0, history)
     pairs = float(tokens) * (float(prefix) + 0.5 * float(tokens)) + float(candidates) * float(history)
     flop = params[FLOP_PER_TOKEN] * float(tokens + candidates) + params[FLOP_PER_PAIR] * pairs
-    latency.admit(queue, i, node.arrival_ns[i], missing * params[ROW_BYTES], flop)
+    latency.admit(queue, i, node.arrival_ns[i], fetches * params[ROW_BYTES], flop)
 
 
 @inner
-def _learn(miss_rate: npt.NDArray[np.float64], part: int, lookups: int, misses: int) -> None:
-    """Smooth a class's miss rate over the last lookups."""
+def _learn(node: NodeState, part: int, lookups: int, misses: int, fetched: int) -> None:
+    """Smooth a class's rates of misses and fetches over the last lookups."""
     if lookups > 0:
         weight = min(1.0, lookups / _SMOOTHING)
-        miss_rate[part] += weight * (misses / lookups - miss_rate[part])
+        node.miss_rate[part] += weight * (misses / lookups - node.miss_rate[part])
+        node.fetch_rate[part] += weight * (fetched / lookups - node.fetch_rate[part])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from helm_rl.scenario import Scenario
 from helm_rl.workloads.trace import Trace
 
 MAX_SAMPLED_SLOTS = 1 << 19  # against 1 << 22: hit rates within .001, P99 within 2.5 % near saturation, 6 times faster
+MAX_PAGES = 1 << 23  # 0.9 GiB of metadata
+MAX_REQUEST_ROWS = 1 << 22  # sampled rows; 0.3 GiB of scratch
+_MIN_PAGES = 16
 _HEAD_ROWS = 65_536
 _RETURN_NS = 60_000_000_000
 _GHOST_BUCKETS = 256
@@ -37,13 +41,20 @@ class NodeSim:
     Caches start as after a long time without a history of requests: the embedding cache holds the most popular rows,
     the KV cache is empty; the trace's warm-up fills it.
 
-    Limits: a user whose history has reached its maximum is taken to keep it (no slide of the window); one tenant; no
-    background refill.
+    Limits: what a request reads and computes is in the caches as soon as it arrives; a user whose history has reached
+    its maximum is taken to keep it (no slide of the window); one tenant; no background refill.
+
+    Raises:
+        UserError: an unsound or empty trace, or a model that does not fit the pool's pages.
     """
 
     def __init__(self, scenario: Scenario, trace: Trace, alpha: float = 0.5, start_ns: int | None = None) -> None:
         if len(trace) == 0:
             raise UserError(f"trace {trace.meta.name} has no requests: there is nothing to serve")
+        trace.validate()  # the kernels rely on it: they check no index
+        trace = _plain(trace)
+        if scenario.hardware.nodes != 1:
+            raise UserError(f"hardware.nodes = {scenario.hardware.nodes}: one node is simulated, so it must be 1")
         model = resolve_model(scenario.model)
         hardware = resolve_hardware(scenario.hardware)
         page_bytes = scenario.hardware.page_kib * 1024
@@ -56,10 +67,10 @@ class NodeSim:
                 f"hardware.page_kib = {scenario.hardware.page_kib} is too small: a page must hold at least one token's "
                 f"keys and values ({model.kv_bytes_per_token} B) and one row ({model.row_bytes} B)"
             )
-        if self.pages < 16:
+        if not _MIN_PAGES <= self.pages <= MAX_PAGES:
             raise UserError(
-                f"hardware.pool_gib = {scenario.hardware.pool_gib} holds {self.pages} pages of "
-                f"{scenario.hardware.page_kib} KiB; at least 16 are needed"
+                f"hardware.pool_gib = {scenario.hardware.pool_gib:g} holds {self.pages} pages of hardware.page_kib = "
+                f"{scenario.hardware.page_kib} KiB; there must be {_MIN_PAGES} to {MAX_PAGES}"
             )
         sampled_rows = max(1, min(rows_per_page, MAX_SAMPLED_SLOTS // self.pages))
         self.rate = sampled_rows / rows_per_page
@@ -74,6 +85,12 @@ class NodeSim:
             zipf=scenario.load.zipf_items,
             items=scenario.load.items,
         )
+        if rows.max_rows > MAX_REQUEST_ROWS:
+            raise UserError(
+                f"trace {trace.meta.name} has a history of {trace.history_tokens.max()} tokens: with "
+                f"model.features_per_token = {model.features_per_token} and model.candidates = {model.candidates} one "
+                f"request reads {rows.max_rows} sampled rows; at most {MAX_REQUEST_ROWS} are possible"
+            )
         self.scenario = scenario
         self.trace = trace
         self.slo_ns = scenario.slo_ms * 1e6
@@ -107,13 +124,17 @@ class NodeSim:
         self.reset(alpha, start_ns)
 
     def reset(self, alpha: float, start_ns: int | None = None) -> None:
-        """Start anew with `alpha` applied, at the first request or at `start_ns` of the trace's clock."""
+        """Start anew with `alpha` applied, at the first request or at `start_ns` of the trace's clock.
+
+        `alpha` is clipped to the scenario's bounds; NaN is refused with ValueError.
+        """
         pages = self.pages
         trace = self.trace
         scenario = self.scenario
         self._pool = pool.new_pool_state(pages, 2)
+        self.set_target(alpha)
         most = min(pages - 1, math.ceil(scenario.control.alpha_max * pages) + 1)
-        self._emb = embedding.new_embedding_state(pages, self._sampled_rows, max(most, round(alpha * pages)), EMB)
+        self._emb = embedding.new_embedding_state(pages, self._sampled_rows, most, EMB)
         self._kv = kv.new_kv_state(pages, self.page_tokens, KV)
         self._scratch = embedding.new_embedding_scratch(max(1024, self._rows.max_rows))
         self._queue = latency.new_queue_state(self._queue_params, len(trace))
@@ -132,6 +153,7 @@ class NodeSim:
             clocks,
             np.zeros(loop.N_WINDOW),
             np.zeros(2),
+            np.zeros(2),
             np.zeros(size, np.int64),
             np.zeros(size, np.int16),
             trace.arrival_ns,
@@ -144,7 +166,6 @@ class NodeSim:
         self.now_ns = start
         self._queue.clocks[latency.LINK_FREE] = self._queue.clocks[latency.COMPUTE_FREE] = start
         self._ghost_requests = 0.0
-        self.set_target(alpha)
         embedding.accept_pages(self._emb, self._pool, pages)
         kv.accept_pages(self._kv, self._pool, pages)
         if self._rows.state.content[0] != 1:
@@ -244,10 +265,10 @@ class NodeSim:
         )
 
     def drain(self) -> None:
-        """Serve what is left of the trace and wait until every queue is empty."""
+        """Serve what is left of the trace and wait until every queue is empty, however long that takes."""
         self.run(max(self.end_ns, self.now_ns))
-        while latency.waiting(self._queue) or self._queue.clocks[latency.DONE] < self._queue.clocks[latency.STARTED]:
-            self.run(self.now_ns + 1_000_000_000)
+        latency.advance(self._queue, self._node.arrival_ns, latency.FOREVER_NS)
+        self.now_ns = max(self.now_ns, int(self._queue.clocks[latency.COMPUTE_FREE]))
 
     def _margins(self) -> tuple[float, float]:
         """Return the ms per request that 1 % more of the pool would save as EMB and as KV, from the ghosts' slopes."""
@@ -256,8 +277,8 @@ class NodeSim:
             return 0.0, 0.0
         emb_hits = _slope(self._emb_ghost.hits, self.alpha) / (self._ghost_rate * self.rate)
         kv_pages = _slope(self._kv_ghost.hits, 1.0 - self.alpha)
-        miss = self._node.miss_rate[loop.TAIL] * self._rows.state.tail_share[0]
-        token_ms = self._token_ms + self._features * miss * self._row_ms
+        fetches = self._node.fetch_rate[loop.TAIL] * self._rows.state.tail_share[0]
+        token_ms = self._token_ms + self._features * fetches * self._row_ms
         return (
             float(0.01 * emb_hits / requests * self._row_ms),
             float(0.01 * kv_pages / requests * self.page_tokens * token_ms),
@@ -269,6 +290,12 @@ def _slope(hits: npt.NDArray[np.float64], share: float) -> float:
     low = max(0, int((share - _MARGIN_SPAN) * hits.size))
     high = min(hits.size, max(low + 1, math.ceil((share + _MARGIN_SPAN) * hits.size)))
     return float(hits[low:high].sum()) * hits.size / (high - low)
+
+
+def _plain(trace: Trace) -> Trace:
+    """Return the trace with contiguous, writeable columns: any other is another type to numba, which compiles anew."""
+    names = ("arrival_ns", "user", "phase", "history_tokens", "new_tokens", "item_offsets", "item_values")
+    return replace(trace, **{name: np.require(getattr(trace, name), requirements=["C", "W"]) for name in names})
 
 
 def _returning(trace: Trace) -> npt.NDArray[np.bool_]:

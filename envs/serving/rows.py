@@ -13,6 +13,7 @@ What a user's token reads is a function of (user, token) alone, so a history tha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from cache_engine.hashing import mix, mix2, reduce_range
 from cache_engine.jit import inner, kernel
+from helm_rl.errors import UserError
 from helm_rl.workloads.trace import Trace
 
 LAW, ITEMS, BLOCKS = 0, 1, 2
@@ -30,6 +32,9 @@ _HOT_KEY = np.int64(1) << np.int64(60)  # keys of hot sets lie apart from those 
 _UNIT = 1.0 / 2.0**53
 _S11 = np.uint64(11)
 _CANDIDATES = np.uint64(0xC0FFEE)
+_SAMPLE = np.uint64(0x5EED)  # apart from the ghosts' sample of the same keys
+_EXACT_RANKS = 1024
+_MAX_RANGE = 2**32 - 1  # of reduce_range
 
 
 class RowState(NamedTuple):
@@ -44,6 +49,7 @@ class RowState(NamedTuple):
     hot_strata: npt.NDArray[np.int64]  # [F]
     block_tokens: npt.NDArray[np.int64]  # [1] tokens per content block
     stream_start: npt.NDArray[np.int64]  # [users + 1] ITEMS: where each user's items begin in `stream`; else [1]
+    stream_from: npt.NDArray[np.int64]  # [users] ITEMS: tokens of the user's history before the first in `stream`
     stream: npt.NDArray[np.int64]  # ITEMS: item codes, user by user in order of time
     item_start: npt.NDArray[np.int64]  # [n + 1] BLOCKS: item_offsets of the trace
     items: npt.NDArray[np.int64]  # BLOCKS, ITEMS: item_values of the trace
@@ -71,6 +77,9 @@ def build_rows(
         rate: sampled rows per row.
         head: most popular rows that are taken as always resident; 0 for content "items".
         zipf, items: exponent and number of rows of the law, where the trace does not bring its own.
+
+    Raises:
+        UserError: the trace's histories consist of items, but it has none.
     """
     meta = trace.meta
     content = _CONTENT[meta.content]
@@ -78,58 +87,85 @@ def build_rows(
     rows = items if meta.law_items is None else meta.law_items
     head = 0 if content == ITEMS else min(head, rows - 1)
     edges, tail_share = _tail(exponent, rows, head, rate)
-    stream_start, stream = _streams(trace) if content == ITEMS else (np.zeros(1, np.int64), np.zeros(0, np.int64))
+    if content == ITEMS:
+        if trace.item_values.size == 0:
+            raise UserError(f"trace {meta.name} has content 'items' but not one item: its histories cannot be read")
+        stream_start, stream_from, stream = _streams(trace)
+    else:
+        stream_start, stream_from, stream = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64)
     state = RowState(
         content=np.array([content], np.int64),
         edges=edges,
         tail_share=np.array([tail_share]),
         rate=np.array([rate]),
         features=np.array([features], np.int64),
-        hot_fraction=np.array([p.hot_fraction for p in meta.phases]),
-        hot_strata=np.array([max(1, round(p.hot_items * rate)) for p in meta.phases], np.int64),
+        # Items are those of the log, hot or not.
+        hot_fraction=np.array([0.0 if content == ITEMS else p.hot_fraction for p in meta.phases]),
+        # A hot set of 2**32 strata or more is larger than any cache: that its size is clipped changes no hit rate.
+        hot_strata=np.array([min(max(1, round(p.hot_items * rate)), _MAX_RANGE) for p in meta.phases], np.int64),
         block_tokens=np.array([meta.block_tokens if content == BLOCKS else page_tokens], np.int64),
         stream_start=stream_start,
+        stream_from=stream_from,
         stream=stream,
         item_start=trace.item_offsets,
         items=trace.item_values,
     )
     longest = int(trace.history_tokens.max(initial=0))
-    blocks = longest // int(state.block_tokens[0]) + 2
     per_token = features * rate
-    per_block = int(state.block_tokens[0]) * per_token
-    most = blocks * (2 * per_block + 4) + candidates * per_token * 2 + 4 + longest * (int(per_token) + 1)
-    return RowModel(state, max(1, int(edges[-1])), int(most))
+    if content == ITEMS:
+        most = (longest + candidates) * (int(per_token) + 1)
+    else:
+        # The shares of tail and hot set add up to at most 1; each count may be rounded up; 1 more for rounding errors.
+        width = int(state.block_tokens[0])
+        most = (longest // width + 1) * (int(width * per_token) + 3) + int(candidates * per_token) + 3
+    return RowModel(state, max(1, int(edges[-1])), most)
 
 
 def _tail(exponent: float, rows: int, head: int, rate: float) -> tuple[npt.NDArray[np.float64], float]:
-    """Return the strata at the edges of equal-probability bins of ranks (head, rows], and the tail's share."""
-    tiny = 1e-9
+    """Return the strata at the edges of equal-probability bins of ranks (head, rows], and the tail's share.
 
-    def integral(rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:  # of x^-exponent from 1/2
-        if abs(exponent - 1.0) < tiny:
-            return np.log(rank / 0.5)
-        return (rank ** (1 - exponent) - 0.5 ** (1 - exponent)) / (1 - exponent)
+    Rank k has probability proportional to k^-exponent: exactly for the first ranks, for those beyond as the integral
+    over [k - 1/2, k + 1/2], which is the same to 1 in 10^6 there.
+    """
+    power = 1.0 - exponent
+    if abs(power) < 1e-9:
+        power = 0.0
 
-    low, high = integral(np.array([head + 0.5, rows + 0.5]))
-    mass = low + np.arange(_BINS + 1) / _BINS * (high - low)
-    if abs(exponent - 1.0) < tiny:
-        rank = 0.5 * np.exp(mass)
+    def between(low: float, high: float) -> float:  # the integral of x^-exponent
+        if high <= low:
+            return 0.0
+        return math.log(high / low) if power == 0 else (high**power - low**power) / power
+
+    def mass(last: int) -> float:  # of ranks 1..last
+        exact = min(last, _EXACT_RANKS)
+        ranks = np.arange(1.0, exact + 1)
+        return float((ranks**-exponent).sum()) + between(exact + 0.5, last + 0.5)
+
+    low, high = head + 0.5, rows + 0.5
+    share = np.arange(_BINS + 1) / _BINS
+    if power == 0:
+        rank = low * (high / low) ** share
     else:
-        rank = (0.5 ** (1 - exponent) + (1 - exponent) * mass) ** (1 / (1 - exponent))
-    strata = np.maximum.accumulate(np.clip((rank - head - 0.5) * rate, 0.0, (rows - head) * rate))
-    return strata, float((high - low) / high)
+        rank = (low**power * (1.0 - share) + high**power * share) ** (1.0 / power)
+    strata = np.maximum.accumulate(np.clip((rank - low) * rate, 0.0, (rows - head) * rate))
+    return strata, 1.0 if head == 0 else 1.0 - mass(head) / mass(rows)
 
 
-def _streams(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return every user's items in order of time, one user after the other."""
+def _streams(
+    trace: Trace,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return every user's items in order of time, one user after the other: starts, tokens before them, items."""
     counts = np.diff(trace.item_offsets)
+    users, first = np.unique(trace.user, return_index=True)
+    before = np.zeros(trace.meta.users, np.int64)
+    before[users] = trace.history_tokens[first] - trace.new_tokens[first]
     order = np.argsort(trace.user, kind="stable")
     per_user = np.bincount(trace.user, weights=counts, minlength=trace.meta.users).astype(np.int64)
     start = np.concatenate([[0], np.cumsum(per_user)])
     taken = counts[order]
     source = np.repeat(trace.item_offsets[:-1][order], taken)
     within = np.arange(source.size) - np.repeat(np.cumsum(taken) - taken, taken)
-    return start, trace.item_values[source + within]
+    return start, before, trace.item_values[source + within]
 
 
 @kernel
@@ -143,13 +179,12 @@ def history_rows(
     if last <= first:
         return 0, 0
     if rows.content[0] == ITEMS:
-        return _item_rows(
-            rows, keys, 0, rows.stream, rows.stream_start[user] + first, rows.stream_start[user] + last
-        ), 0
+        return _stream_rows(rows, keys, user, first, last), 0
     width = rows.block_tokens[0]
     fraction = rows.hot_fraction[phase]
     per_block = width * rows.features[0] * rows.rate[0]
     n = 0
+    tail = 0
     for part in range(2):
         share = (1.0 - fraction) * rows.tail_share[0] if part == 0 else fraction
         if share == 0.0:
@@ -190,8 +225,7 @@ def candidate_rows(
         if part == 1:
             return start
         for c in range(candidates):
-            at = reduce_range(mix2(seed, np.uint64(c)), rows.items.size)
-            start = _item_rows(rows, keys, start, rows.items, at, at + 1)
+            start = _item_rows(rows, keys, start, rows.items[reduce_range(mix2(seed, np.uint64(c)), rows.items.size)])
         return start
     fraction = rows.hot_fraction[phase]
     share = (1.0 - fraction) * rows.tail_share[0] if part == 0 else fraction
@@ -247,18 +281,33 @@ def _draw(
 
 
 @inner
-def _item_rows(
-    rows: RowState, keys: npt.NDArray[np.int64], n: int, items: npt.NDArray[np.int64], first: int, last: int
-) -> int:
-    """Write the sampled rows of items[first:last]: those of an item are sampled by its hash, the same each time."""
+def _stream_rows(rows: RowState, keys: npt.NDArray[np.int64], user: int, first: int, last: int) -> int:
+    """Write the sampled rows of the user's tokens [first, last); return how many.
+
+    A token that the trace does not tell, such as one from before its start, reads an item of the log drawn by
+    (user, token).
+    """
+    start = rows.stream_start[user]
+    size = rows.stream_start[user + 1] - start
+    n = 0
+    for token in range(first, last):
+        at = token - rows.stream_from[user]
+        if 0 <= at < size:
+            item = rows.stream[start + at]
+        else:
+            item = rows.items[reduce_range(mix2(np.uint64(user), np.uint64(token)), rows.items.size)]
+        n = _item_rows(rows, keys, n, item)
+    return n
+
+
+@inner
+def _item_rows(rows: RowState, keys: npt.NDArray[np.int64], n: int, item: int) -> int:
+    """Write the sampled rows of an item from n on, the same each time; return the new length."""
     mean = rows.features[0] * rows.rate[0]
     count = int(mean)
-    for t in range(first, last):
-        item = items[t]
-        k = count
-        if (mix(np.uint64(item)) >> _S11) * _UNIT < mean - count:
-            k += 1
-        for j in range(k):
-            keys[n] = item * rows.features[0] + j
-            n += 1
+    if (mix2(np.uint64(item), _SAMPLE) >> _S11) * _UNIT < mean - count:
+        count += 1
+    for j in range(count):
+        keys[n] = item * rows.features[0] + j
+        n += 1
     return n

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import tyro
 from rich.console import Console
 
@@ -22,11 +23,13 @@ from eval.comparison import (
     compare,
 )
 from eval.sweep import STEP, ReplayFunction, alpha_grid, working
+from eval.wording import milliseconds, percent
 from helm_rl.checkpoint import POLICY_FILE
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures
 from helm_rl.files import refuse_existing
+from helm_rl.metrics import SHED_FACTOR
 from helm_rl.scenario import Scenario, load_scenario
 from helm_rl.workloads.trace import Trace
 
@@ -115,7 +118,7 @@ def policy_contestant(path: Path, scenario: Scenario) -> Contestant:
     return Contestant(
         POLICY,
         "policy",
-        f"the bundle {path.name}: frozen, started at the deployable static's alpha",
+        f"the bundle, frozen; it starts at the deployable static's alpha, {control.interval_s:g} s between decisions",
         lambda: BasePolicy.load(path),
         origin=f"trained on {where} for {training.steps:,} steps, seed {training.seed}; weights sha256 "
         f"{policy.config.files[POLICY_FILE]}",
@@ -132,7 +135,9 @@ def headline(comparison: Comparison) -> str:
     """The result in a sentence or two, with the measured numbers and nothing else."""
 
     def p99(key: str) -> str:
-        return f"{comparison.estimate(key, 'p99_ms').value:,.1f} ms"
+        value = comparison.estimate(key, "p99_ms").value
+        shed = value == np.float32(SHED_FACTOR * comparison.scenario.slo_ms)
+        return f"{milliseconds(value)} ms" + (" (more than 1 % were shed)" if shed else "")
 
     draws = len(comparison.results)
     where = "on the recorded arrivals" if comparison.results[0].seed is None else f"over {draws} draws of arrivals"
@@ -169,8 +174,3 @@ def footnotes(comparison: Comparison) -> list[str]:
     else:
         lines.append("One set of arrivals: nothing is known about the spread.")
     return [*lines, *(note[0].upper() + note[1:] + "." for note in comparison.notes)]
-
-
-def percent(share: float) -> str:
-    """Show a share as a percentage, with a decimal where it is small."""
-    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"

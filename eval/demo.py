@@ -47,7 +47,7 @@ class Size:
     timesteps: int = 40_960
     num_envs: int = 8
     num_steps: int = 128
-    draws: int = 2
+    draws: int = 3
     step: float = STEP
     jobs: int = 2
 
@@ -69,7 +69,7 @@ def run(args: Args, size: Size) -> Comparison:
     """Do all of it and put the results in `args.output`.
 
     Raises:
-        UserError: The output exists (and is not an earlier demo that --overwrite may replace), or the seed is out of range.
+        UserError: The output exists (and is no earlier demo that --overwrite may replace), or the seed is out of range.
         KeyboardInterrupt: Nothing is left behind then.
     """
     check_draws(args.seed, size.draws)
@@ -107,7 +107,7 @@ def run(args: Args, size: Size) -> Comparison:
         export(trained, folder / BUNDLE)
         spent["export"] = time.perf_counter() - begun
 
-        begun = _stage(4, f"evaluating it on {size.draws} draws of arrivals that it never saw")
+        begun = _stage(4, f"evaluating it on arrivals that it never saw, {size.draws} times")
         policy = policy_contestant(folder / BUNDLE, scenario)
         with working(size.jobs) as work:
             comparison = compare(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from eval.command import EvalArgs, console, evaluate, footnotes, headline, percent
-from eval.comparison import Comparison, Estimate
+from eval.command import EvalArgs, console, evaluate, footnotes, headline
+from eval.comparison import Comparison
+from eval.wording import interval_ms, milliseconds, percent
 
 
 @dataclass
@@ -46,22 +47,14 @@ def latency_table(comparison: Comparison) -> Table:
             key: comparison.estimate(row.key, key)
             for key in ("p99_ms", "p50_ms", "windowed_p99_ms", "slo", "throughput", "regret")
         }
+        interval = interval_ms(found["p99_ms"])
         table.add_row(
             row.title,
-            with_interval(found["p99_ms"]),
-            f"{found['p50_ms'].value:,.1f}",
-            f"{found['windowed_p99_ms'].value:,.1f}",
+            milliseconds(found["p99_ms"].value) + (f" ({interval})" if interval else ""),
+            milliseconds(found["p50_ms"].value),
+            milliseconds(found["windowed_p99_ms"].value),
             f"{100 * found['slo'].value:.2f} %",
             f"{found['throughput'].value:.1f}",
             percent(found["regret"].value),
         )
     return table
-
-
-def with_interval(measured: Estimate, digits: int = 1) -> str:
-    """Show a value and, where there is one, its interval."""
-    text = f"{measured.value:,.{digits}f}"
-    if measured.interval is None:
-        return text
-    low, high = measured.interval
-    return f"{text} ({low:,.{digits}f} to {high:,.{digits}f})"

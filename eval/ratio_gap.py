@@ -12,6 +12,7 @@ from rich.table import Table
 from eval.command import EvalArgs, console, evaluate, footnotes, headline
 from eval.comparison import POLICY, Comparison
 from eval.segments import FlatSet
+from eval.wording import alpha, flat_set, milliseconds
 
 
 @dataclass
@@ -68,10 +69,10 @@ def segment_table(comparison: Comparison) -> Table:
             segment.label,
             f"{segment.start_s:.0f}",
             f"{segment.end_s:.0f}",
-            show_alpha(segment.best),
+            alpha(segment.best),
             f"{segment.noise_floor:.3f}" if np.isfinite(segment.noise_floor) else "-",
-            show_flat(segment.flat),
-            f"{segment.p99_ms:,.1f}",
+            flat_set(segment.flat),
+            milliseconds(segment.p99_ms),
         ]
         table.add_row(*cells, *([f"{segment.policy_gap:.3f}"] if policy else []))
     return table
@@ -114,15 +115,3 @@ def segments(comparison: Comparison) -> list[SegmentSummary]:
             )
         )
     return found
-
-
-def show_alpha(alpha: float) -> str:
-    """Show an alpha with two decimals, or three where it is a mean that has them."""
-    text = f"{alpha:.3f}"
-    return text[:-1] if text.endswith("0") else text
-
-
-def show_flat(flat: FlatSet) -> str:
-    """Show a flat set: `.56 to .64`, or several such, or single alphas."""
-    parts = [f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}" for low, high in flat]
-    return ", ".join(parts)

@@ -14,9 +14,10 @@ import jinja2
 import numpy as np
 
 from eval import plots
-from eval.command import footnotes, headline, percent
-from eval.comparison import DEPLOYABLE, HINDSIGHT, OPTIMUM, POLICY, Comparison, Estimate, provenance
-from eval.ratio_gap import segments, show_alpha, show_flat
+from eval.command import footnotes, headline
+from eval.comparison import DEPLOYABLE, HINDSIGHT, OPTIMUM, POLICY, Comparison, provenance
+from eval.ratio_gap import segments
+from eval.wording import alpha, flat_set, interval_ms, milliseconds, percent, times
 from helm_rl import __version__
 from helm_rl.figures import command, machine
 from helm_rl.files import write_text
@@ -79,24 +80,24 @@ def _tiles(comparison: Comparison) -> list[Tile]:
     room = f"{100 * headroom:.1f}" + (f" ± {100 * error:.1f}" if np.isfinite(error) else "") + " %"
     if not any(row.key == POLICY for row in comparison.rows):
         return [
-            Tile(f"{comparison.estimate(OPTIMUM, 'p99_ms').value:,.1f} ms", "P99 of the per-segment optimum"),
-            Tile(f"{comparison.estimate(HINDSIGHT, 'p99_ms').value:,.1f} ms", "P99 of the best static in hindsight"),
-            Tile(f"{comparison.estimate(DEPLOYABLE, 'p99_ms').value:,.1f} ms", "P99 of the deployable static"),
+            Tile(_p99(comparison, OPTIMUM), "P99 of the per-segment optimum"),
+            Tile(_p99(comparison, HINDSIGHT), "P99 of the best static in hindsight"),
+            Tile(_p99(comparison, DEPLOYABLE), "P99 of the deployable static"),
             Tile(room, "headroom: what the reference gains on the best static in hindsight"),
         ]
     regret = comparison.estimate(POLICY, "regret").value
     return [
-        Tile(f"{comparison.estimate(POLICY, 'p99_ms').value:,.1f} ms", "P99 of the policy"),
-        Tile(_times(comparison.ratio(POLICY, DEPLOYABLE).value), "the deployable static's P99"),
-        Tile(_times(comparison.ratio(POLICY, HINDSIGHT).value), "the P99 of the best static in hindsight"),
+        Tile(_p99(comparison, POLICY), "P99 of the policy"),
+        Tile(times(comparison.ratio(POLICY, DEPLOYABLE).value), "the deployable static's P99"),
+        Tile(times(comparison.ratio(POLICY, HINDSIGHT).value), "the P99 of the best static in hindsight"),
         Tile(f"{'+' if regret >= 0 else '−'}{percent(abs(regret))}", "regret: P99 against the reference"),
         Tile(f"{comparison.estimate(POLICY, 'ratio_gap').value:.3f}", "mean |α − α*| in settled halves"),
         Tile(room, "headroom: what the reference gains on the best static in hindsight"),
     ]
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f} ×"
+def _p99(comparison: Comparison, key: str) -> str:
+    return f"{milliseconds(comparison.estimate(key, 'p99_ms').value)} ms"
 
 
 def _rows(comparison: Comparison) -> list[dict[str, str]]:
@@ -111,10 +112,10 @@ def _rows(comparison: Comparison) -> list[dict[str, str]]:
                 "key": row.key,
                 "title": row.title,
                 "meaning": row.meaning,
-                "p99": f"{values['p99_ms'].value:,.1f}",
-                "interval": _interval(values["p99_ms"]),
-                "p50": f"{values['p50_ms'].value:,.1f}",
-                "windowed": f"{values['windowed_p99_ms'].value:,.1f}",
+                "p99": milliseconds(values["p99_ms"].value),
+                "interval": interval_ms(values["p99_ms"]),
+                "p50": milliseconds(values["p50_ms"].value),
+                "windowed": milliseconds(values["windowed_p99_ms"].value),
                 "slo": f"{100 * values['slo'].value:.2f} %",
                 "throughput": f"{values['throughput'].value:.1f}",
                 "regret": percent(values["regret"].value).replace("-", "−"),
@@ -123,12 +124,6 @@ def _rows(comparison: Comparison) -> list[dict[str, str]]:
             }
         )
     return found
-
-
-def _interval(measured: Estimate) -> str:
-    if measured.interval is None:
-        return ""
-    return f"{measured.interval[0]:,.1f} to {measured.interval[1]:,.1f}"
 
 
 def _keep_units(text: str) -> str:
@@ -141,10 +136,10 @@ def _segments(comparison: Comparison) -> list[dict[str, str]]:
         {
             "label": segment.label,
             "time": f"{segment.start_s:.0f} to {segment.end_s:.0f} s",
-            "best": show_alpha(segment.best),
+            "best": alpha(segment.best),
             "noise": f"{segment.noise_floor:.3f}" if np.isfinite(segment.noise_floor) else "unknown",
-            "flat": show_flat(segment.flat),
-            "p99": f"{segment.p99_ms:,.1f}",
+            "flat": flat_set(segment.flat),
+            "p99": milliseconds(segment.p99_ms),
             "gap": f"{segment.policy_gap:.3f}",
         }
         for segment in segments(comparison)
@@ -158,7 +153,7 @@ def _plots(comparison: Comparison) -> list[Plot]:
         f"{span.label} {curve.best:.2f}"
         for span, curve in zip(first.sweep.part.spans, first.sweep.settled, strict=True)
     )
-    tails = ", ".join(f"{row.title} {comparison.estimate(row.key, 'p99_ms').value:,.1f} ms" for row in comparison.rows)
+    tails = ", ".join(f"{row.title} {_p99(comparison, row.key)}" for row in comparison.rows)
     thin = " Thin lines: the other draws." if several else ""
     return [
         _plot(

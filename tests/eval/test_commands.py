@@ -7,7 +7,7 @@ import pytest
 
 import envs.serving.replay
 from eval import p99_latency, ratio_gap
-from eval.command import EvalArgs, evaluate, headline, percent, policy_contestant
+from eval.command import EvalArgs, evaluate, headline, policy_contestant
 from helm_rl.cli import main as cli
 from helm_rl.errors import UserError
 from helm_rl.workloads.generate import generate
@@ -209,7 +209,7 @@ def test_help_names_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert p99_latency.Args.__doc__
 
 
-def test_percent() -> None:
-    assert percent(0.034) == "3.4 %"
-    assert percent(0.34) == "34 %"
-    assert percent(-0.021) == "-2.1 %"
+def test_a_static_that_sheds_is_said_to(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envs.serving.replay, "replay", FakeServing(shed=2000))
+    text = headline(evaluate(EvalArgs(scenario=scenario, seeds=1)))
+    assert "took 10,000 ms (more than 1 % were shed), the best" in text

@@ -1,12 +1,13 @@
 """One HBM pool and the caches that share it; needs no other folder of the project."""
 
-from cache_engine.embedding import EmbeddingCache, EmbeddingLookup
+from cache_engine.embedding import EmbeddingCache, EmbeddingLease, EmbeddingLookup
 from cache_engine.kv import KvCache, KvLease
 from cache_engine.pool import HbmPool, Migration, PoolClosedError, TargetStatus
 from cache_engine.stats import EmbeddingStats, KvStats
 
 __all__ = [
     "EmbeddingCache",
+    "EmbeddingLease",
     "EmbeddingLookup",
     "EmbeddingStats",
     "HbmPool",

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import operator
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_engine.backends.cpu import kv as kernels
+from cache_engine.lease import Lease
 from cache_engine.pool import HbmPool
 from cache_engine.stats import KvStats
 
 
-@dataclass
-class KvLease:
-    """Holds a user's pages in place until `release` (or the end of a with block); see `KvCache.lease`."""
+class KvLease(Lease):
+    """Holds a user's pages in place; see `KvCache.lease`."""
 
-    user: int
-    _cache: KvCache = field(repr=False)
-    _entry: int = field(repr=False)
-    _open: bool = True
+    def __init__(self, user: int, pool: HbmPool, state: kernels.KvState, entry: int) -> None:
+        super().__init__(pool)
+        self.user = user
+        self._state = state
+        self._entry = entry
 
-    def release(self) -> None:
-        """End the lease; twice is harmless."""
-        if self._open:
-            self._open = False
-            self._cache._unpin(self._entry)
-
-    def __enter__(self) -> KvLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def _end(self) -> None:
+        kernels.unpin(self._state, self._pool.state, self._entry)
 
 
 class KvCache:
     """Per user a prefix of the history, in pages of `page_bytes // token_bytes` tokens.
 
     History is append-only within an epoch; another epoch (a slide of the window, a new model version) starts anew.
+    Users and epochs are any int64.
 
     Args:
         pool: the pool, in which the cache becomes the member `name`.
@@ -50,12 +43,12 @@ class KvCache:
         self.token_bytes = token_bytes
         self.page_tokens = pool.page_bytes // token_bytes
         self._pool = pool
-        member = pool.attach(name, self)
-        self.state = kernels.new_kv_state(pool.pages, self.page_tokens, member)
+        self.state = kernels.new_kv_state(pool.pages, self.page_tokens, pool.member(name))
+        pool.attach(name, self)
 
     def lookup(self, user: int, tokens: int, epoch: int = 0) -> int:
         """Return how many of the first `tokens` tokens are cached; counted once, the user becomes the most recent."""
-        _check_tokens(tokens)
+        user, tokens, epoch = _int64("user", user), _tokens(tokens), _int64("epoch", epoch)
         with self._pool.lock:
             self._pool.check_open()
             return int(kernels.lookup(self.state, self._pool.state, user, epoch, tokens))
@@ -63,16 +56,18 @@ class KvCache:
     def extend(self, user: int, tokens: int, epoch: int = 0) -> bool:
         """Make room for the first `tokens` tokens, evicting the least recent users' tails; all or nothing.
 
-        False where leases, the goal or the size of the partition leave too little room; nothing has changed then. With
-        payload the caller writes the new pages (`pages`) before others look the user up.
+        False where leases, the goal or the size of the partition leave too little room; nothing has changed then,
+        except that what another epoch had cached for the user is gone. With payload the caller writes the new pages
+        (`pages`) before others look the user up.
         """
-        _check_tokens(tokens)
+        user, tokens, epoch = _int64("user", user), _tokens(tokens), _int64("epoch", epoch)
         with self._pool.lock:
             self._pool.check_open()
             return bool(kernels.extend(self.state, self._pool.state, user, epoch, tokens))
 
     def pages(self, user: int) -> npt.NDArray[np.int32]:
         """Return the user's pages from the first token on, int32, empty if he has none."""
+        user = _int64("user", user)
         with self._pool.lock:
             self._pool.check_open()
             e = kernels.find(self.state, user)
@@ -90,13 +85,15 @@ class KvCache:
 
         A leased user can still be dropped: he is unreachable at once, and his pages come back when the last lease ends.
         """
+        user = _int64("user", user)
         with self._pool.lock:
             self._pool.check_open()
             e = int(kernels.pin(self.state, user))
-            return None if e == kernels.NONE else KvLease(user, self, e)
+            return None if e == kernels.NONE else KvLease(user, self._pool, self.state, e)
 
     def drop(self, user: int) -> bool:
         """Forget the user; False if he was not cached."""
+        user = _int64("user", user)
         with self._pool.lock:
             self._pool.check_open()
             return bool(kernels.drop(self.state, self._pool.state, user))
@@ -106,7 +103,16 @@ class KvCache:
         with self._pool.lock:
             counters = [int(x) for x in self.state.counters]
             self.state.counters[:] = 0
-        return KvStats(*counters)
+        return KvStats(
+            lookups=counters[kernels.LOOKUPS],
+            requested=counters[kernels.REQUESTED],
+            hits=counters[kernels.HITS],
+            misses=counters[kernels.MISSES],
+            extended=counters[kernels.EXTENDED],
+            evicted=counters[kernels.EVICTED],
+            refused=counters[kernels.REFUSED],
+            stale=counters[kernels.STALE],
+        )
 
     def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
         """Give up at most `budget` pages over the goal (called by the pool)."""
@@ -120,11 +126,17 @@ class KvCache:
         """Bytes of user and page metadata; they count against the memory budget."""
         return sum(array.nbytes for array in self.state)
 
-    def _unpin(self, entry: int) -> None:
-        with self._pool.lock:
-            kernels.unpin(self.state, self._pool.state, entry)
+
+def _int64(what: str, value: int) -> int:
+    # A wider or another type would be compiled for anew, and compared as a float.
+    number = operator.index(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{what} must fit int64, got {number}")
+    return number
 
 
-def _check_tokens(tokens: int) -> None:
-    if tokens < 0:
-        raise ValueError(f"tokens must be at least 0, got {tokens}")
+def _tokens(value: int) -> int:
+    tokens = operator.index(value)
+    if not 0 <= tokens < 2**63:
+        raise ValueError(f"tokens must be at least 0 and fit int64, got {tokens}")
+    return tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ class Migration:
     granted: int  # given to members under theirs
     backlog: int  # still to move
     pinned: int  # draining: they wait for leases to end
+    aborted: int  # draining no longer: their leases took too long, or the goal rose
 
 
 class Member(Protocol):
@@ -64,7 +66,8 @@ class HbmPool:
         payload: True keeps real bytes; False runs the same code on metadata alone.
         drain_limit_s: a page that waits longer for its leases goes back to its owner.
 
-    Thread safety: all operations of the pool and its members take one lock.
+    Thread safety: all operations of the pool and its members take one lock, `lock`; hold it (it is re-entrant) to make
+    several of them one. After `close`, only counters, shares and the end of leases still work.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class HbmPool:
             )
         if pages >= 2**31:
             raise ValueError(f"pages must be below 2**31, got {pages}")
+        if not 0 <= drain_limit_s <= 1e9:
+            raise ValueError(f"drain_limit_s must be in [0, 1e9], got {drain_limit_s}")
         if page_bytes < 64 or page_bytes % 64:
             raise ValueError(f"page_bytes must be a positive multiple of 64, got {page_bytes}")
         self.pages = pages
@@ -99,18 +104,31 @@ class HbmPool:
         self.lock = threading.RLock()
         self.payload = payload
         self._caches: list[Member | None] = [None] * len(members)
+        self._most = [pages] * len(members)
         self._revision: int | None = None
         self._closed = False
 
-    def attach(self, name: str, cache: Member) -> int:
-        """Make `cache` the member `name`; return the member's number. Caches call this themselves."""
+    def member(self, name: str) -> int:
+        """Return the number of the member `name`; ValueError if there is none."""
         if name not in self.members:
             raise ValueError(f"the pool has no member {name!r}; it has {', '.join(self.members)}")
-        member = self.members.index(name)
-        if self._caches[member] is not None:
-            raise ValueError(f"member {name!r} is attached already")
-        self._caches[member] = cache
-        return member
+        return self.members.index(name)
+
+    def attach(self, name: str, cache: Member, max_pages: int | None = None) -> None:
+        """Make `cache` the member `name`, which can own at most `max_pages` pages. Caches call this themselves."""
+        member = self.member(name)
+        with self.lock:
+            self.check_open()
+            if self._caches[member] is not None:
+                raise ValueError(f"member {name!r} is attached already")
+            most = self.pages if max_pages is None else max_pages
+            asked = max(self.min_pages, int(self.state.goal[member]))
+            if most < asked:
+                raise ValueError(
+                    f"member {name!r} can own at most {most} pages, but min_pages or the goal asks for {asked}"
+                )
+            self._caches[member] = cache
+            self._most[member] = most
 
     def close(self) -> None:
         """Give the memory back; any later use raises PoolClosedError. Closing twice is harmless."""
@@ -124,40 +142,48 @@ class HbmPool:
             raise PoolClosedError("the pool was closed")
 
     def set_target(self, alpha: float, revision: int) -> TargetStatus:
-        """Ask for `alpha` of the pool for the first of two members, the rest for the second; see `set_goals`."""
+        """Ask for `alpha` of the pool for the first of two members, the rest for the second; see `set_goals`.
+
+        No alpha is an error: one that is not finite is STALE, others go as far as the members' least and most pages.
+        """
         if len(self.members) != 2:
             raise ValueError(f"set_target needs two members, the pool has {len(self.members)}: use set_goals")
         if not math.isfinite(alpha):
             return TargetStatus.STALE
-        first = round(min(max(alpha, 0.0), 1.0) * self.pages)
-        first = min(max(first, self.min_pages), self.pages - self.min_pages)
-        return self.set_goals({self.members[0]: first, self.members[1]: self.pages - first}, revision)
+        with self.lock:
+            first = round(min(max(alpha, 0.0), 1.0) * self.pages)
+            first = min(max(first, self.min_pages), self.pages - self.min_pages, self._most[0])
+            second = min(self.pages - first, self._most[1])
+            return self.set_goals({self.members[0]: first, self.members[1]: second}, revision)
 
     def set_goals(self, goals: Mapping[str, int], revision: int) -> TargetStatus:
         """Record how many pages each member should have; nothing moves before `migrate`.
 
         Args:
-            goals: pages per member, every member named, at least `min_pages` each, their sum at most the pool.
+            goals: pages per member, every member named, from `min_pages` to what the member can own each, their sum at
+                most the pool.
             revision: the sender's number of this target. An older one than the recorded is STALE; the same one again is
                 the same target and changes nothing.
 
         Raises:
-            ValueError: goals that no pool of this size can meet.
+            TypeError, ValueError: goals that this pool cannot meet; the recorded ones stand.
         """
+        revision = operator.index(revision)
         with self.lock:
             self.check_open()
             if set(goals) != set(self.members):
                 raise ValueError(f"goals must name {', '.join(self.members)}, got {', '.join(goals)}")
-            if any(n < self.min_pages for n in goals.values()) or sum(goals.values()) > self.pages:
-                raise ValueError(
-                    f"goals must be at least {self.min_pages} pages each and {self.pages} together, got {dict(goals)}"
-                )
+            wanted = [operator.index(goals[name]) for name in self.members]
+            for name, n, most in zip(self.members, wanted, self._most, strict=True):
+                if not self.min_pages <= n <= most:
+                    raise ValueError(f"the goal of {name!r} must be in [{self.min_pages}, {most}] pages, got {n}")
+            if sum(wanted) > self.pages:
+                raise ValueError(f"goals must be at most {self.pages} pages together, got {sum(wanted)}")
             if self._revision is not None and revision < self._revision:
                 return TargetStatus.STALE
             if self._revision is None or revision > self._revision:
                 self._revision = revision
-                for member, name in enumerate(self.members):
-                    self.state.goal[member] = goals[name]
+                self.state.goal[:] = wanted
             reached = np.array_equal(self.state.goal, self.state.owned) and not self.state.n_draining.any()
             return TargetStatus.APPLIED if reached else TargetStatus.DEFERRED
 
@@ -170,24 +196,33 @@ class HbmPool:
         """
         if budget < 0:
             raise ValueError(f"budget must be at least 0 pages, got {budget}")
+        budget = min(operator.index(budget), self.pages)
         with self.lock:
             self.check_open()
-            now = time.monotonic_ns() if now_ns is None else now_ns
+            now = time.monotonic_ns() if now_ns is None else operator.index(now_ns)
             caches = [cache for cache in self._caches if cache is not None]
+            aborted = int(self.state.aborted.sum())
             freed = 0
             for cache in caches:
                 freed += cache.release(budget - freed, now, self.drain_limit_ns)
             granted = 0
             for cache in caches:
                 granted += cache.accept(budget - granted)
-            return Migration(freed, granted, self.backlog, int(self.state.n_draining.sum()))
+            return Migration(
+                freed=freed,
+                granted=granted,
+                backlog=self.backlog,
+                pinned=int(self.state.n_draining.sum()),
+                aborted=int(self.state.aborted.sum()) - aborted,
+            )
 
     @property
     def backlog(self) -> int:
         """Pages still to move before every member has its goal."""
-        over = np.maximum(self.state.owned - self.state.goal, 0).sum()
-        under = np.maximum(self.state.goal - self.state.owned, 0).sum()
-        return int(max(over, under))
+        with self.lock:
+            over = np.maximum(self.state.owned - self.state.goal, 0).sum()
+            under = np.maximum(self.state.goal - self.state.owned, 0).sum()
+            return int(max(over, under))
 
     @property
     def alpha(self) -> float:
@@ -196,7 +231,7 @@ class HbmPool:
 
     def owned(self, name: str) -> int:
         """Pages that the member owns now, draining ones included."""
-        return int(self.state.owned[self.members.index(name)])
+        return int(self.state.owned[self.member(name)])
 
     @property
     def free(self) -> int:
@@ -205,12 +240,15 @@ class HbmPool:
 
     def page(self, page: int) -> npt.NDArray[np.uint8]:
         """Return the bytes of one page, without a copy; valid until its generation changes."""
-        self.check_open()
-        if self.storage is None:
-            raise ValueError("the pool was made with payload=False: it keeps no bytes")
         if not 0 <= page < self.pages:
             raise ValueError(f"page must be in [0, {self.pages}), got {page}")
-        return self.storage[page * self.page_bytes : (page + 1) * self.page_bytes]
+        with self.lock:
+            self.check_open()
+            if self.storage is None:
+                raise ValueError("the pool was made with payload=False: it keeps no bytes")
+            # Python's integers: those of an int32 array would overflow.
+            start = operator.index(page) * self.page_bytes
+            return self.storage[start : start + self.page_bytes]
 
     def metadata_bytes(self) -> int:
         """Bytes of the pool's own metadata."""

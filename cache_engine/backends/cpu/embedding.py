@@ -7,8 +7,10 @@ The batch algorithm below is the definition that every backend follows; CONTRACT
    oldest evictable entry and with it that entry's slot, else it is served past the cache.
 3. Those that took an empty entry take, in order, a slot that was never filled, else the oldest evictable slot of a
    window of WINDOW slots behind the hand: the r-th such miss looks at window r, so windows are disjoint and victims
-   independent. No slot found: served past the cache, the entry left empty.
+   independent (fewer slots than one window are one, in which they come round again). No slot found: served past the
+   cache, the entry left empty.
 
+Oldest: (batch of last use, slot), least first; a row that was forgotten counts as used 2**31 batches before that.
 Evictable: not touched in this batch, its page neither pinned nor draining. An entry that step 3 empties is not
 refilled in the same batch, for step 2 has ended by then.
 """
@@ -70,7 +72,10 @@ class EmbeddingState(NamedTuple):
 
 
 class EmbeddingScratch(NamedTuple):
-    """Room for one batch of at most B keys; `seen_*` is a hash table of at least 2 B places, a power of two."""
+    """Room for one batch of at most B keys; `seen_*` is a hash table of at least 2 B places, a power of two.
+
+    For one cache alone: `seen_batch` tells batches apart by their number.
+    """
 
     slots: npt.NDArray[np.int32]  # [B] out: slot of each key, -1: served past the cache
     miss: npt.NDArray[np.int32]  # [B] number of the key's unique miss, -1: hit
@@ -212,11 +217,7 @@ def _place(
     misses: int,
     now32: np.uint32,
 ) -> None:
-    """The second half of step 2, then step 3.
-
-    The arrays are named once and the tests of `evictable` written out twice: numba counts references at every call that
-    it does not inline, which costs more than the work.
-    """
+    """The second half of step 2, then step 3."""
     index_key, index_table, index_slot, entry, last = emb.key, emb.table, emb.slot, emb.entry, emb.last
     fill, fresh, pins, draining, lists = emb.fill, emb.fresh, pool.pins, pool.draining, pool.lists
     first, place, miss_slot = scratch.first, scratch.place, scratch.miss_slot
@@ -236,13 +237,10 @@ def _place(
         if found < 0:
             for e in range(base, base + WAYS):
                 slot = index_slot[e]
-                if slot < 0 or last[slot] == now32:
+                if slot < 0:
                     continue
-                page = slot // rows_per_page
-                if pins[page] != 0 or draining[page] != 0:
-                    continue
-                age = np.uint32(now32 - last[slot])
-                if oldest < 0 or age > oldest_age or (age == oldest_age and slot < oldest_slot):
+                age = _age(last, pins, draining, slot, slot // rows_per_page, now32)
+                if age > oldest_age or (age > 0 and age == oldest_age and slot < oldest_slot):
                     oldest = e
                     oldest_slot = slot
                     oldest_age = age
@@ -261,7 +259,7 @@ def _place(
 
     member = emb.scalars[MEMBER]
     total = pool.owned[member] * rows_per_page
-    windows = total // WINDOW
+    windows = max(total // WINDOW, min(total, 1))
     hand = emb.scalars[HAND]
     if hand >= total:
         hand = 0
@@ -292,11 +290,8 @@ def _place(
                     at_page += 1
                     if at_page * rows_per_page == total:
                         at_page = 0
-                age = np.uint32(now32 - last[candidate])
-                # Age 0 is touched in this batch, or a row forgotten 2**32 batches ago.
-                if age == 0 or pins[page] != 0 or draining[page] != 0:
-                    continue
-                if slot < 0 or age > oldest_age or (age == oldest_age and candidate < slot):
+                age = _age(last, pins, draining, candidate, page, now32)
+                if age > oldest_age or (age > 0 and age == oldest_age and candidate < slot):
                     slot = candidate
                     oldest_age = age
             if slot >= 0 and entry[slot] != EMPTY:
@@ -312,6 +307,20 @@ def _place(
     emb.scalars[N_FRESH] = n_fresh
     emb.scalars[HAND] = at_page * rows_per_page + at_row
     emb.counters[EVICTED] += evicted
+
+
+@inner
+def _age(
+    last: npt.NDArray[np.uint32],
+    pins: npt.NDArray[np.int32],
+    draining: npt.NDArray[np.uint8],
+    slot: int,
+    page: int,
+    now32: np.uint32,
+) -> np.uint32:
+    """Return how many batches ago the slot was used; 0 if it is not evictable."""
+    age = np.uint32(now32 - last[slot])
+    return age if age > 0 and pins[page] == 0 and draining[page] == 0 else np.uint32(0)
 
 
 @kernel
@@ -334,19 +343,21 @@ def accept_pages(emb: EmbeddingState, pool: PoolState, budget: int) -> int:
 def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int, limit_ns: int) -> int:
     """Give up pages over the goal, at most `budget`; return how many became FREE.
 
-    Coldest first: pages with slots never filled, then the page that the hand would thin next, for it has gone longest
-    since it was thinned last. Pinned pages are passed over; if all are pinned, one is left draining until its leases
-    are clear, the goal rises, or `limit_ns` has passed.
+    Coldest first: empty pages, other pages with slots never filled, then the page that the hand would thin next, for it
+    has gone longest since it was thinned last. Pinned pages are passed over; if all are pinned, one more is left
+    draining by each call, until its leases are clear, the goal rises, or `limit_ns` has passed.
     """
     member = emb.scalars[MEMBER]
+    rows_per_page = emb.scalars[ROWS_PER_PAGE]
     gone = 0
     i = 0
     while pool.n_draining[member] > 0 and i < pool.owned[member]:
         page = pool.lists[member, i]
         if pool.draining[page]:
-            if pool.owned[member] <= pool.goal[member] or now_ns - pool.drain_since[page] > limit_ns:
+            staying = pool.owned[member] - pool.n_draining[member]
+            if staying < pool.goal[member] or now_ns - pool.drain_since[page] > limit_ns:
                 abort_drain(pool, page)
-                if emb.fill[page] < emb.scalars[ROWS_PER_PAGE]:
+                if emb.fill[page] < rows_per_page:
                     emb.fresh[emb.scalars[N_FRESH]] = page
                     emb.scalars[N_FRESH] += 1
             elif pool.pins[page] == 0 and gone < budget:
@@ -363,6 +374,10 @@ def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int
         _close_page(emb, page)
         if pool.pins[page] > 0:
             break
+        if emb.fill[page] == rows_per_page:
+            # The page that takes its place in the list comes from the other end of the hand's round: it waits for the
+            # next one, or a shrinking cache would give up what it has just filled.
+            emb.scalars[HAND] = (pool.place[page] + 1) * rows_per_page
         _unpublish_page(emb, page)
         give_back_page(pool, page)
         gone += 1
@@ -372,10 +387,16 @@ def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int
 @inner
 def _coldest_page(emb: EmbeddingState, pool: PoolState, member: int) -> int:
     """Return the page to give up next: unpinned if there is one, never one that drains already; -1 if all drain."""
+    started = -1
     for k in range(emb.scalars[N_FRESH]):
         page = emb.fresh[emb.scalars[N_FRESH] - 1 - k]
-        if pool.pins[page] == 0 and pool.draining[page] == 0:
-            return page
+        if pool.pins[page] == 0:
+            if emb.fill[page] == 0:
+                return page
+            if started < 0:
+                started = page
+    if started >= 0:
+        return started
     n = pool.owned[member]
     at = emb.scalars[HAND] // emb.scalars[ROWS_PER_PAGE]
     pinned = -1
@@ -417,17 +438,51 @@ def _unpublish_page(emb: EmbeddingState, page: int) -> None:
 
 @kernel
 def invalidate(emb: EmbeddingState, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], n: int) -> int:
-    """Forget rows, as after an update of their table; return how many were cached. Their slots are the next victims."""
+    """Forget rows, as after an update of their table; return how many were cached.
+
+    Their slots are the next victims of their windows.
+    """
     sets = emb.scalars[SETS]
     gone = 0
     for i in range(n):
         base = reduce_range(mix2(np.uint64(tables[i]), np.uint64(keys[i])), sets) * WAYS
         for e in range(base, base + WAYS):
             if emb.key[e] == keys[i] and emb.slot[e] >= 0 and emb.table[e] == tables[i]:
-                slot = emb.slot[e]
-                emb.slot[e] = EMPTY
-                emb.entry[slot] = EMPTY
-                emb.last[slot] = np.uint32((emb.scalars[NOW] + 0x80000000) & 0xFFFFFFFF)  # older than any live row
+                _forget(emb, emb.slot[e])
                 gone += 1
                 break
     return gone
+
+
+@kernel
+def retract(emb: EmbeddingState, scratch: EmbeddingScratch, n: int) -> None:
+    """Take back the last lookup, of n keys, whose rows did not come: forget the rows it admitted, do not count it.
+
+    Its victims stay evicted.
+    """
+    counters = emb.counters
+    missed = 0
+    misses = 0
+    for i in range(n):
+        r = scratch.miss[i]
+        if r < 0:
+            continue
+        missed += 1
+        misses = max(misses, r + 1)
+        slot = scratch.miss_slot[r]
+        if slot < 0:
+            counters[BYPASSED] -= 1
+        elif emb.entry[slot] != EMPTY:
+            _forget(emb, slot)
+    counters[REQUESTED] -= n
+    counters[HITS] -= n - missed
+    counters[MISSES] -= missed
+    counters[FETCHED] -= misses
+
+
+@inner
+def _forget(emb: EmbeddingState, slot: int) -> None:
+    """Take a row out of the index, and make its slot older than any live one."""
+    emb.slot[emb.entry[slot]] = EMPTY
+    emb.entry[slot] = EMPTY
+    emb.last[slot] = np.uint32((emb.scalars[NOW] + 0x80000000) & 0xFFFFFFFF)

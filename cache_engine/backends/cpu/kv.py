@@ -66,7 +66,7 @@ class KvState(NamedTuple):
 
 def new_kv_state(pages: int, page_tokens: int, member: int) -> KvState:
     """Return an empty cache for a pool of `pages` pages."""
-    users = pages + 1  # one more than can hold a page: a lookup may enter a user before his first page comes
+    users = pages + 1  # one more than can hold a page: a new user is entered before others are evicted for him
     size = 1 << max(1, (2 * users - 1).bit_length())
     scalars = np.zeros(N_SCALARS, np.int64)
     scalars[PAGE_TOKENS] = page_tokens
@@ -137,8 +137,8 @@ def lookup(kv: KvState, pool: PoolState, user: int, epoch: int, tokens: int) -> 
 def extend(kv: KvState, pool: PoolState, user: int, epoch: int, tokens: int) -> bool:
     """Make the user's cache cover `tokens` tokens, evicting the least recent users' tails; all or nothing.
 
-    False, and nothing changed, where the goal, leases or the partition leave too little room. The user becomes the most
-    recent. The caller fills the new pages.
+    False, and nothing changed, where the goal, leases or the partition leave too little room (his cache of another
+    epoch is dropped all the same). The user becomes the most recent. The caller fills the new pages.
     """
     page_tokens = kv.scalars[PAGE_TOKENS]
     member = kv.scalars[MEMBER]
@@ -159,7 +159,7 @@ def extend(kv: KvState, pool: PoolState, user: int, epoch: int, tokens: int) -> 
     # No new page while over the goal: what is used afterwards, unevictable pages and his own, must fit under it.
     limit = min(pool.goal[member], pool.owned[member] - pool.n_draining[member])
     fixed = kv.scalars[PINNED] - own_pinned + have
-    if fixed + need > limit or (e == NONE and kv.scalars[N_UNUSED] == 0):
+    if fixed + need > limit:
         kv.counters[REFUSED] += 1
         return False
     if e == NONE:

@@ -25,7 +25,7 @@ class PoolState(NamedTuple):
     pins: npt.NDArray[np.int32]  # [P] leases that hold the page
     generation: npt.NDArray[np.int64]  # [P] raised at every change of owner
     free: npt.NDArray[np.int32]  # [P] stack of FREE pages
-    lists: npt.NDArray[np.int32]  # [M, P] pages of each member, in the order in which they came
+    lists: npt.NDArray[np.int32]  # [M, P] pages of each member; the last one takes the place of one that leaves
     place: npt.NDArray[np.int32]  # [P] position of the page in its member's list
     owned: npt.NDArray[np.int64]  # [M] length of each list; draining pages are still in it
     n_draining: npt.NDArray[np.int64]  # [M]
@@ -117,9 +117,3 @@ def abort_drain(pool: PoolState, page: int) -> None:
 def surplus(pool: PoolState, member: int) -> int:
     """Pages that `member` has over its goal, draining ones not counted; 0 if none."""
     return max(0, pool.owned[member] - pool.n_draining[member] - pool.goal[member])
-
-
-@inner
-def shortage(pool: PoolState, member: int) -> int:
-    """Pages that `member` lacks; 0 if none."""
-    return max(0, pool.goal[member] - pool.owned[member])

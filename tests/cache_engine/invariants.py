@@ -1,0 +1,120 @@
+"""What must hold after every operation, read from the state of a pool and its caches (DESIGN, section 3)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cache_engine import EmbeddingCache, HbmPool, KvCache
+from cache_engine.backends.cpu import embedding as e
+from cache_engine.backends.cpu import kv as k
+from cache_engine.backends.cpu import pool as p
+from tests.cache_engine.models import index_set
+
+
+def check(pool: HbmPool, emb: EmbeddingCache | None = None, kv: KvCache | None = None) -> None:
+    """Assert every invariant of the pool and of the caches given."""
+    check_pool(pool)
+    if emb is not None:
+        check_embedding(pool, emb)
+    if kv is not None:
+        check_kv(pool, kv)
+
+
+def check_pool(pool: HbmPool) -> None:
+    s = pool.state
+    free = s.free[: s.scalars[p.FREE_COUNT]].tolist()
+    lists = [s.lists[m, : s.owned[m]].tolist() for m in range(len(pool.members))]
+    assert sorted(sum(lists, free)) == list(range(pool.pages)), "each page lies in exactly one list"
+    assert pool.free + sum(pool.owned(name) for name in pool.members) == pool.pages
+    assert all(s.owner[page] == p.FREE and not s.draining[page] and not s.pins[page] for page in free)
+    for m, pages in enumerate(lists):
+        assert all(s.owner[page] == m and s.place[page] == i for i, page in enumerate(pages))
+        assert s.n_draining[m] == sum(int(s.draining[page]) for page in pages)
+        assert s.granted[m] - s.taken[m] == s.owned[m]
+    assert s.generation.sum() == s.granted.sum() + s.taken.sum()
+    assert s.pins.min() >= 0
+    assert s.goal.sum() <= pool.pages
+    assert {c.dtype for c in (s.owned, s.granted, s.taken, s.aborted, s.generation)} == {np.dtype(np.int64)}
+
+
+def check_embedding(pool: HbmPool, emb: EmbeddingCache) -> None:
+    s = emb.state
+    rows_per_page = emb.rows_per_page
+    member = s.scalars[e.MEMBER]
+    owned = pool.state.lists[member, : pool.state.owned[member]].tolist()
+    assert s.scalars[e.ROWS_PER_PAGE] == rows_per_page
+
+    entries = np.flatnonzero(s.slot != e.EMPTY)
+    slots = np.flatnonzero(s.entry != e.EMPTY)
+    assert (s.slot >= e.EMPTY).all(), "no entry stays reserved"
+    assert entries.size == slots.size
+    assert (s.entry[s.slot[entries]] == entries).all(), "index and slots are a bijection"
+    keys = list(zip(s.table[entries].tolist(), s.key[entries].tolist(), strict=True))
+    assert len(set(keys)) == len(keys), "no key twice"
+    sets = int(s.scalars[e.SETS])
+    assert [index_set(key, sets) for key in keys] == (entries // e.WAYS).tolist(), "every key is where it is looked for"
+
+    pages = slots // rows_per_page
+    assert (pool.state.owner[pages] == member).all(), "rows lie in owned pages"
+    assert (slots % rows_per_page < s.fill[pages]).all()
+    assert (s.fill[pool.state.owner != member] == 0).all()
+    fresh = s.fresh[: s.scalars[e.N_FRESH]].tolist()
+    wanted = [page for page in owned if s.fill[page] < rows_per_page and not pool.state.draining[page]]
+    assert sorted(fresh) == sorted(wanted), "pages with slots never filled"
+
+    c = s.counters
+    assert c.dtype == np.int64
+    assert c.min() >= 0
+    assert c[e.HITS] + c[e.MISSES] == c[e.REQUESTED]
+    assert c[e.FETCHED] <= c[e.MISSES]
+    assert c[e.BYPASSED] <= c[e.MISSES]
+
+
+def check_kv(pool: HbmPool, kv: KvCache) -> None:
+    s = kv.state
+    member = s.scalars[k.MEMBER]
+    owned = pool.state.lists[member, : pool.state.owned[member]].tolist()
+    idle = s.idle[: s.scalars[k.N_IDLE]].tolist()
+    unused = s.unused[: s.scalars[k.N_UNUSED]].tolist()
+    resident = s.place[s.place != k.NONE].tolist()
+    doomed = np.flatnonzero(s.doomed).tolist()
+    assert sorted(unused + resident + doomed) == list(range(s.user.size)), "each entry is in one place"
+    assert len(resident) == s.scalars[k.RESIDENT]
+
+    order = []
+    at = s.scalars[k.OLDEST]
+    previous = k.NONE
+    while at != k.NONE:
+        assert s.older[at] == previous
+        order.append(int(at))
+        previous, at = at, s.newer[at]
+        assert len(order) <= len(resident), "the order of use has no loop"
+    assert s.scalars[k.NEWEST] == previous
+    assert sorted(order) == sorted(resident)
+    assert all(k.find(s, int(s.user[entry])) == entry for entry in resident), "every user is found"
+
+    held: list[int] = []
+    pinned = 0
+    for entry in resident + doomed:
+        chain = []
+        page = s.tail[entry]
+        while page != k.NONE:
+            chain.append(int(page))
+            assert s.holder[page] == entry
+            page = s.before[page]
+            assert len(chain) <= pool.pages, "a user's pages have no loop"
+        assert len(chain) == s.n_pages[entry] >= 1
+        assert (len(chain) - 1) * kv.page_tokens < s.tokens[entry] <= len(chain) * kv.page_tokens
+        held += chain
+        pinned += len(chain) if s.pins[entry] else 0
+    assert all(s.pins[entry] > 0 for entry in doomed)
+    assert all(s.pins[entry] == 0 for entry in unused)
+    assert sorted(held + idle) == sorted(owned), "each owned page holds one user's tokens or nothing"
+    assert all(s.holder[page] == k.NONE for page in idle)
+    assert s.scalars[k.USED] == len(held)
+    assert s.scalars[k.PINNED] == pinned
+
+    c = s.counters
+    assert c.dtype == np.int64
+    assert c.min() >= 0
+    assert c[k.HITS] + c[k.MISSES] == c[k.REQUESTED]

@@ -42,7 +42,7 @@ class EvalArgs:
     """Arguments of every evaluation."""
 
     scenario: str = "burst"
-    """What serves and under which load: the name of a shipped scenario (steady, trend, burst), or a TOML file.
+    """What serves and under which load: the name of a shipped scenario (burst, conversation, steady, trend), or a TOML file.
     """
     policy: Path | None = None
     """Bundle folder to evaluate, as `helm-rl export` writes it; without it, only the statics and the optimum.

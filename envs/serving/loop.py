@@ -46,7 +46,7 @@ N_WINDOW = 8
 
 TAIL, HOT = 0, 1
 # Sampled lookups over which a class's miss rate is smoothed: its standard error is below .004.
-_SMOOTHING = 20_000.0
+SMOOTHING = 20_000.0
 _DRAIN_LIMIT_NS = np.int64(10_000_000_000)
 
 
@@ -57,6 +57,7 @@ class NodeState(NamedTuple):
     clocks: npt.NDArray[np.int64]
     window: npt.NDArray[np.float64]
     miss_rate: npt.NDArray[np.float64]  # [2] smoothed, of TAIL and HOT: misses / lookups
+    seen: npt.NDArray[np.float64]  # [2] lookups smoothed over so far, at most SMOOTHING
     fetch_rate: npt.NDArray[np.float64]  # [2] the same for rows fetched, one for all copies of a row in a request
     keys: npt.NDArray[np.int64]  # [B]
     tables: npt.NDArray[np.int16]  # [B] zeros
@@ -195,8 +196,9 @@ def _serve(
 
 @inner
 def _learn(node: NodeState, part: int, lookups: int, misses: int, fetched: int) -> None:
-    """Smooth a class's rates of misses and fetches over the last lookups."""
+    """Smooth a class's rates of misses and fetches over the last lookups, over all of them while there are few."""
     if lookups > 0:
-        weight = min(1.0, lookups / _SMOOTHING)
+        node.seen[part] = min(node.seen[part] + lookups, SMOOTHING)
+        weight = min(1.0, lookups / node.seen[part])
         node.miss_rate[part] += weight * (misses / lookups - node.miss_rate[part])
         node.fetch_rate[part] += weight * (fetched / lookups - node.fetch_rate[part])

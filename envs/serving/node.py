@@ -153,6 +153,9 @@ class NodeSim:
             clocks,
             np.zeros(loop.N_WINDOW),
             np.zeros(2),
+            # The tail is there from the start; a hot set starts cold, and its first misses are charged with delay, but
+            # no more often than they happen.
+            np.array([0.0, loop.SMOOTHING]),
             np.zeros(2),
             np.zeros(size, np.int64),
             np.zeros(size, np.int16),

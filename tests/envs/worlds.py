@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
         "requests_per_visit": 3,
         "think_s": 1.0,
         "users": 400,
-        "items": 300_000,
+        "items": 20_000_000,
         "history_mean": 300,
         "history_max": 1024,
     },
@@ -53,7 +53,7 @@ def trace(
     phase: Sequence[int] | None = None,
     hot: Sequence[tuple[float, int]] = ((0.0, 0),),
     measure_from_ms: float = 0.0,
-    catalogue: int = 300_000,
+    catalogue: int = 20_000_000,
     **meta: Any,
 ) -> Trace:
     """Return a trace with these columns; `hot` has (hot_fraction, hot_items) of each phase.
@@ -70,7 +70,7 @@ def trace(
     offsets = np.concatenate([[0], np.cumsum(per_request)]).astype(np.int64)
     if content == "law":
         meta.setdefault("zipf_items", 1.05)
-        meta.setdefault("law_items", 300_000)
+        meta.setdefault("law_items", catalogue)
     end_ns = round(max(arrival_ms, default=0) * 1e6) + 10_000_000_000
     start_ns = min(0, round(min(arrival_ms, default=0) * 1e6))
     made = Trace(

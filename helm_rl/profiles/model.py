@@ -70,6 +70,8 @@ def resolve_model(section: ModelSection) -> ModelProfile:
     model = replace(MODELS[section.profile], **{name: value for name, value in given.items() if value is not None})
     if model.heads % model.kv_heads:
         raise UserError(f"model.heads = {model.heads} must be a multiple of model.kv_heads = {model.kv_heads}")
+    if model.architecture == "hstu" and model.heads != model.kv_heads:
+        raise UserError(f"model.kv_heads = {model.kv_heads} must equal model.heads = {model.heads} for an hstu")
     if model.architecture == "decoder" and model.ffn == 0:
         raise UserError("model.ffn must be above 0 for a decoder")
     return model

@@ -1,0 +1,153 @@
+"""A trace served under a controller: who is measured, and when decisions fall."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from envs.serving.node import NodeSim
+from envs.serving.replay import Replay, replay
+from helm_rl.control.static import StaticAlpha
+from helm_rl.metrics import WindowStats
+from helm_rl.observation import SIZE
+from helm_rl.scenario import Scenario
+from helm_rl.workloads.generate import generate
+from helm_rl.workloads.trace import Trace
+from tests.envs.worlds import scenario, trace
+
+SECOND = 1_000_000_000
+
+
+class Recorder:
+    """Asks for the targets it was given, in turn, and keeps what it is told."""
+
+    def __init__(self, *targets: float) -> None:
+        self.targets = targets
+        self.calls: list[str] = []
+        self.observations: list[npt.NDArray[np.float32]] = []
+        self.applied: list[float] = []
+        self.times: list[int] = []
+        self.windows: list[WindowStats] = []
+
+    def reset(self, seed: int) -> None:
+        self.calls.append(f"reset {seed}")
+
+    def decide(self, observation: npt.NDArray[np.float32], applied_alpha: float, now_ns: int) -> float:
+        self.calls.append("decide")
+        self.observations.append(observation)
+        self.applied.append(applied_alpha)
+        self.times.append(now_ns)
+        return self.targets[min(len(self.times), len(self.targets)) - 1]
+
+    def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
+        return False
+
+    def feedback(self, window: WindowStats) -> None:
+        self.calls.append("feedback")
+        self.windows.append(window)
+
+
+@pytest.fixture(scope="module")
+def load() -> tuple[Scenario, Trace]:
+    small = scenario(seconds=8, warm_s=2)
+    return small, generate(small)
+
+
+def same(a: Replay, b: Replay) -> bool:
+    return (
+        np.array_equal(a.latency_ms, b.latency_ms)
+        and a.windows == b.windows
+        and np.array_equal(a.alpha, b.alpha)
+        and np.array_equal(a.target, b.target)
+    )
+
+
+def test_a_decision_falls_at_the_end_of_every_interval(load: tuple[Scenario, Trace]) -> None:
+    small, made = load
+    recorder = Recorder(0.3, 0.7)
+    ends: list[int] = []
+    result = replay(small, made, recorder, alpha0=0.4, seed=11, advance=ends.append)
+
+    start = int(made.arrival_ns[0])
+    expected = np.arange(start + SECOND // 2, int(made.arrival_ns[-1]) + 1 + SECOND // 2, SECOND // 2)
+    assert recorder.times == expected.tolist() == ends
+    assert recorder.calls == ["reset 11"] + ["feedback", "decide"] * len(expected)
+    assert result.time_s == pytest.approx(expected * 1e-9)
+    assert recorder.windows == result.windows
+    assert all(observation.shape == (SIZE,) for observation in recorder.observations)
+    assert recorder.applied == [window.alpha for window in result.windows]
+    # A decision is in force from the next interval on.
+    assert result.target[:3] == pytest.approx([0.4, 0.3, 0.7])
+    # 256 pages; half a second moves 100 of them.
+    assert (result.alpha[:3] * 256).tolist() == [102, 77, 177]
+    assert 0 < result.decide_us < 1e5
+
+
+def test_warm_up_is_served_but_not_measured(load: tuple[Scenario, Trace]) -> None:
+    small, made = load
+    result = replay(small, made, StaticAlpha(0.5))
+    assert np.isfinite(result.latency_ms).all()
+    assert result.measured.tolist() == (made.arrival_ns >= 0).tolist()
+    assert 0 < np.count_nonzero(~result.measured) < len(made) / 2
+
+
+def test_a_later_start_of_measurement() -> None:
+    made = trace([0.0, 500.0, 999.0, 1000.0, 2500.0], measure_from_ms=1000.0)
+    result = replay(scenario(), made, StaticAlpha(0.5))
+    assert result.measured.tolist() == [False, False, False, True, True]
+    assert np.isfinite(result.latency_ms).all()
+    assert result.time_s[:2] == pytest.approx([0.5, 1.0])
+
+
+def test_a_target_that_is_not_a_number_is_ignored(load: tuple[Scenario, Trace]) -> None:
+    small, made = load
+    result = replay(small, made, Recorder(0.3, math.nan, math.inf, -math.inf, 0.6))
+    assert result.target[:6] == pytest.approx([0.5, 0.3, 0.3, 0.3, 0.3, 0.6])
+    assert np.isfinite(result.latency_ms).all()
+
+
+def test_targets_are_clipped(load: tuple[Scenario, Trace]) -> None:
+    assert replay(*load, Recorder(7.0, -7.0)).target[1:3] == pytest.approx([0.9, 0.1])
+
+
+def test_a_node_can_be_used_again(load: tuple[Scenario, Trace]) -> None:
+    small, made = load
+    fresh = replay(small, made, Recorder(0.3, 0.8), alpha0=0.6)
+    node = NodeSim(small, made, 0.2)
+    node.set_target(0.9)
+    node.run(3 * SECOND)
+    assert same(replay(small, made, Recorder(0.3, 0.8), alpha0=0.6, node=node), fresh)
+    kept = fresh.latency_ms.copy()
+    replay(small, made, StaticAlpha(0.1), node=node)
+    assert np.array_equal(fresh.latency_ms, kept)
+
+
+def test_two_threads_serve_as_one_does(load: tuple[Scenario, Trace]) -> None:
+    alphas = [0.1, 0.4, 0.7, 0.9]
+    one = [replay(*load, StaticAlpha(alpha), alpha0=alpha) for alpha in alphas]
+    with ThreadPoolExecutor(2) as pool:
+        two = list(pool.map(lambda alpha: replay(*load, StaticAlpha(alpha), alpha0=alpha), alphas))
+    assert all(same(a, b) for a, b in zip(one, two, strict=True))
+    assert not same(one[0], one[1])
+
+
+def test_an_interval_longer_than_the_trace_makes_one_window() -> None:
+    made = trace([0.0, 500.0])
+    recorder = Recorder(0.3)
+    result = replay(scenario(control__interval_s=10), made, recorder)
+    assert [window.arrivals for window in result.windows] == [2]
+    assert result.time_s.tolist() == [10.0]
+    assert np.isfinite(result.latency_ms).all()
+
+
+def test_short_intervals(load: tuple[Scenario, Trace]) -> None:
+    """5 ms, the shortest: latencies under a static split do not depend on the interval."""
+    small, made = load
+    short = scenario(seconds=8, warm_s=2, control__interval_s=0.005, control__tick_s=0.005)
+    assert np.array_equal(
+        replay(short, made, StaticAlpha(0.5)).latency_ms, replay(small, made, StaticAlpha(0.5)).latency_ms
+    )

@@ -42,11 +42,9 @@ class EvalArgs:
     """Arguments of every evaluation."""
 
     scenario: str = "burst"
-    """What serves and under which load: the name of a shipped scenario (burst, conversation, steady, trend), or a TOML file.
-    """
+    """What serves and under which load: a shipped scenario (burst, steady, trend, conversation), or a TOML file."""
     policy: Path | None = None
-    """Bundle folder to evaluate, as `helm-rl export` writes it; without it, only the statics and the optimum.
-    """
+    """Bundle folder to evaluate, as `helm-rl export` writes it; without it, only the statics and the optimum."""
     trace: Path | None = None
     """Recorded arrivals (Parquet, from `helm-rl trace generate` or `convert`) in place of the scenario's load.
     """

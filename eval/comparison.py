@@ -352,16 +352,16 @@ def _steady_optimum(scenario: Scenario, work: Work, draws: int, first_seed: int,
 def _overloaded(scenario: Scenario, results: Sequence[SeedResult]) -> list[str]:
     """Name the segments in which every static sheds over 1 %: there P99 is the price of shedding alone."""
     shed_ms = float(np.float32(SHED_FACTOR * scenario.slo_ms))
-    found = {
-        f"{span.label} from {span.start_ns / 1e9:g} s"
-        for result in results
-        for span, settled in zip(result.sweep.part.spans, result.sweep.settled, strict=True)
-        if settled.p99_ms.min() == shed_ms
-    }
-    return [
-        f"in segment {each} every static sheds more than 1 % of the requests: alpha* means nothing"
-        for each in sorted(found)
+    spans = results[0].sweep.part.spans
+    found = [
+        f"{span.label} from {span.start_ns / 1e9:.0f} s"
+        for index, span in enumerate(spans)
+        if any(result.sweep.settled[index].p99_ms.min() == shed_ms for result in results)
     ]
+    if not found:
+        return []
+    where = "in every segment" if len(found) == len(spans) > 1 else f"in {', '.join(found)}"
+    return [f"{where} every static sheds more than 1 % of the requests: alpha* means nothing there"]
 
 
 def _fixed_rows(half: float, deployable: float) -> tuple[Row, ...]:

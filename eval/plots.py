@@ -6,16 +6,25 @@ Colours are Okabe and Ito's, and every line also has a dash pattern of its own, 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MultipleLocator, NullFormatter
+from matplotlib.ticker import (
+    FuncFormatter,
+    Locator,
+    LogLocator,
+    MaxNLocator,
+    MultipleLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 from eval.comparison import DEPLOYABLE, HALF, HINDSIGHT, OPTIMUM, POLICY, Comparison
 from eval.sweep import Curve
@@ -23,6 +32,9 @@ from eval.sweep import Curve
 WIDE_IN = 8.0
 NARROW_IN = 3.7
 """Widths in inches at 96 CSS pixels: a page's column, and a phone less its margins."""
+
+MOST_PANELS = 11
+"""Segments whose curves are drawn; of more, as many are picked evenly."""
 
 INK = "#222222"
 SOFT = "#6b6b6b"
@@ -202,7 +214,7 @@ def curves_by_regime(comparison: Comparison, narrow: bool) -> Figure:
     """P99 against alpha, a panel per segment and one for the whole run; minimum and flat set marked."""
     first = comparison.results[0]
     spans = first.sweep.part.spans
-    shown = _spread(len(spans), 11)
+    shown = spread(len(spans), MOST_PANELS)
     panels: list[tuple[str, Curve, list[Curve]]] = [
         ("whole run", first.sweep.whole, [result.sweep.whole for result in comparison.results[1:]])
     ]
@@ -323,17 +335,34 @@ def _shade_phases(axes: Axes, comparison: Comparison, named: bool) -> None:
             )
 
 
-def _log_ms(axis: Any, set_scale: Callable[[str], None]) -> None:
-    """Make an axis logarithmic with plain numbers at 1, 2 and 5 times each power of ten."""
+def _log_ms(axis: Axis, set_scale: Callable[[str], None]) -> None:
+    """Make an axis logarithmic, with plain numbers at its ticks."""
     set_scale("log")
-    axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+    axis.set_major_locator(_LogTicks())
     axis.set_major_formatter(FuncFormatter(_milliseconds))
-    axis.set_minor_locator(FixedLocator([]))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
+
+
+class _LogTicks(Locator):
+    """1, 2 and 5 times the powers of ten where at least three of them are in view, else closer ones."""
+
+    def __call__(self) -> Sequence[float]:
+        assert self.axis is not None
+        return self.tick_values(*self.axis.get_view_interval())
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        low, high = sorted((vmin, vmax))
+        decades = 10.0 ** np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
+        for steps in ((1, 10), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+            ticks = np.unique(np.outer(decades, steps))
+            ticks = ticks[(ticks >= low) & (ticks <= high)]
+            if len(ticks) >= (5 if steps == (1, 10) else 3):
+                return ticks.tolist()
+        return list(MaxNLocator(4).tick_values(low, high))
 
 
 def _milliseconds(value: float, _: object = None) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    return f"{value:,.0f}" if abs(value - round(value)) < 1e-9 else f"{value:.5g}"
 
 
 def _range(values: list[float]) -> tuple[float, float]:
@@ -349,6 +378,6 @@ def _headroom(axes: Axes, curve: Curve) -> None:
     axes.set_ylim(low / np.exp(0.28 * span), low * np.exp(1.08 * span))
 
 
-def _spread(count: int, most: int) -> list[int]:
+def spread(count: int, most: int) -> list[int]:
     """All indices up to `count`, or `most` of them evenly spread."""
     return list(range(count)) if count <= most else np.linspace(0, count - 1, most).round().astype(int).tolist()

@@ -154,6 +154,8 @@ def _plots(comparison: Comparison) -> list[Plot]:
         for span, curve in zip(first.sweep.part.spans, first.sweep.settled, strict=True)
     )
     tails = ", ".join(f"{row.title} {_p99(comparison, row.key)}" for row in comparison.rows)
+    count = len(first.sweep.part.spans)
+    some = f" {plots.MOST_PANELS} of {count} segments are shown." if count > plots.MOST_PANELS else ""
     thin = " Thin lines: the other draws." if several else ""
     return [
         _plot(
@@ -182,7 +184,7 @@ def _plots(comparison: Comparison) -> list[Plot]:
             comparison,
             f"P99 against alpha for the whole run and each segment; minima at {stars}.",
             "Dots: replayed statics; line: smoothed (a local quadratic in ln P99); triangle: the minimum; green: the "
-            f"flat set. A segment is judged by its second half.{thin}",
+            f"flat set. A segment is judged by its second half.{some}{thin}",
         ),
         _plot(
             "distribution",

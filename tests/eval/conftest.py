@@ -27,7 +27,7 @@ def make_bundle(tmp_path: Path) -> MakeBundle:
     def make(name: str = "bundle", action: float = 0.0, interval_s: float = 1.0, alpha_max: float = 0.9) -> Path:
         network = NetworkSection(hidden=(4,), action_size=1, observation_clip=10.0, epsilon=1e-8)
         tensors = {key: np.zeros(shape, dtype=dtype) for key, (dtype, shape) in policy_tensors(network, 17).items()}
-        tensors["normaliser.var"] += 1.0
+        tensors["normaliser.var"][:] = 1.0
         tensors["actor.2.bias"][:] = action
         observation = ObservationSection(
             schema_version=SCHEMA_VERSION, schema_hash=schema_hash(), names=tuple(OBSERVATION_NAMES)

@@ -4,11 +4,9 @@ alpha.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
+from envs.serving.replay import Replay
 from helm_rl.control.protocol import Controller
 from helm_rl.metrics import SHED_FACTOR
 from helm_rl.scenario import Scenario
@@ -17,17 +15,6 @@ from helm_rl.workloads.trace import Trace
 CURVATURE = 10.0  # flat set: CURVATURE * d**2 <= ln 1.02, so d <= .0445
 BEST = {"base": 0.6, "burst": 0.2}
 BASE_MS = 20.0
-
-
-@dataclass(frozen=True)
-class FakeReplay:
-    latency_ms: npt.NDArray[np.float32]
-    measured: npt.NDArray[np.bool_]
-    time_s: npt.NDArray[np.float64]
-    alpha: npt.NDArray[np.float32]
-    target: npt.NDArray[np.float32]
-    windows: list[object]
-    decide_us: float
 
 
 class FakeServing:
@@ -47,9 +34,7 @@ class FakeServing:
         self.shed = shed
         self.calls: list[tuple[str, float, int]] = []
 
-    def __call__(
-        self, scenario: Scenario, trace: Trace, controller: Controller, *, alpha0: float, seed: int
-    ) -> FakeReplay:
+    def __call__(self, scenario: Scenario, trace: Trace, controller: Controller, *, alpha0: float, seed: int) -> Replay:
         self.calls.append((type(controller).__name__, alpha0, seed))
         interval_ns = int(scenario.control.interval_s * 1e9)
         start_ns = trace.meta.phases[0].start_ns
@@ -71,7 +56,7 @@ class FakeServing:
         latency = BASE_MS * np.exp(CURVATURE * (at_request - best) ** 2) * factor
         if self.shed:
             latency[-self.shed :] = SHED_FACTOR * scenario.slo_ms
-        return FakeReplay(
+        return Replay(
             latency_ms=latency.astype(np.float32),
             measured=trace.arrival_ns >= trace.meta.measure_from_ns,
             time_s=(start_ns + interval_ns * np.arange(1, intervals + 1)) / 1e9,

@@ -244,6 +244,6 @@ def test_a_segment_that_no_static_can_serve_is_named() -> None:
 
     found = run(Full(), seeds=1)
     assert found.notes == (
-        "in segment burst from 40 s every static sheds more than 1 % of the requests: alpha* means nothing",
+        "in burst from 40 s every static sheds more than 1 % of the requests: alpha* means nothing there",
     )
     assert found.results[0].runs[HALF].shed > 4000

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from eval import plots
 from eval.comparison import POLICY, Comparison, Contestant, compare
@@ -93,6 +94,25 @@ def test_curves_mark_the_minimum_of_every_regime(comparison: Comparison) -> None
     notes = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert [note.split(",")[0] for note in notes[1:]] == ["α* 0.60", "α* 0.20", "α* 0.60"]
     assert all(axes.get_yscale() == "log" for axes in figure.axes)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (40, 12_000, [50, 100, 200, 500, 1000, 2000, 5000, 10_000]),
+        (30, 90, [30, 40, 50, 60, 80]),
+        (1, 1e6, [1, 10, 100, 1e3, 1e4, 1e5, 1e6]),
+        (8_200, 12_500, None),
+        (75, 75.5, None),
+    ],
+)
+def test_a_log_axis_has_a_handful_of_plain_ticks(low: float, high: float, ticks: list[float] | None) -> None:
+    axes = Figure().subplots()
+    plots._log_ms(axes.yaxis, axes.set_yscale)
+    axes.set_ylim(low, high)
+    found = [tick for tick in axes.yaxis.get_major_locator()() if low <= tick <= high]
+    assert 3 <= len(found) <= 8
+    assert ticks is None or found == ticks
 
 
 def test_the_burst_is_shaded_over_its_time(comparison: Comparison) -> None:

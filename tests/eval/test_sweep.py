@@ -5,13 +5,14 @@ import threading
 import numpy as np
 import pytest
 
+from envs.serving.replay import Replay
 from eval.sweep import Work, alpha_grid, curve, pooled_curve, smooth_log, sweep, sweep_adaptively
 from helm_rl.control.protocol import Controller
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.generate import generate
 from helm_rl.workloads.trace import Trace
-from tests.eval.fakes import BASE_MS, CURVATURE, FakeReplay, FakeServing, small_scenario
+from tests.eval.fakes import BASE_MS, CURVATURE, FakeServing, small_scenario
 
 GRID = np.round(np.arange(0.1, 0.901, 0.02), 6)
 
@@ -138,7 +139,7 @@ def test_replays_run_two_at_a_time(trace: Trace) -> None:
     both = threading.Barrier(2, timeout=20)
     fake = FakeServing()
 
-    def meet(scenario: Scenario, trace: Trace, controller: Controller, *, alpha0: float, seed: int) -> FakeReplay:
+    def meet(scenario: Scenario, trace: Trace, controller: Controller, *, alpha0: float, seed: int) -> Replay:
         both.wait()  # breaks, and raises, unless a second replay is under way
         return fake(scenario, trace, controller, alpha0=alpha0, seed=seed)
 
@@ -148,7 +149,7 @@ def test_replays_run_two_at_a_time(trace: Trace) -> None:
 def test_an_error_in_a_replay_is_raised_and_stops_the_rest(trace: Trace) -> None:
     seen = []
 
-    def fail(scenario: Scenario, trace: Trace, controller: Controller, *, alpha0: float, seed: int) -> FakeReplay:
+    def fail(scenario: Scenario, trace: Trace, controller: Controller, *, alpha0: float, seed: int) -> Replay:
         seen.append(alpha0)
         raise ValueError("boom")
 

@@ -21,6 +21,7 @@ from helm_rl.workloads.trace import Trace
 
 FloatArray = npt.NDArray[np.float32]
 
+_SECOND_NS = 1_000_000_000
 _WARM_S = 30.0
 _DEFAULT_EPISODE_S = 300.0
 
@@ -131,12 +132,9 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
         self._node = NodeSim(self.scenario, trace, alpha, start_ns=begin)
         self._start_ns = start
         self._builder.reset()
-        while True:
-            begin = min(begin + max(self._interval_ns, 1_000_000_000), start)
-            window = self._node.run(begin)
+        for end in self._warm_up_ends(begin, start):
+            window = self._node.run(end)
             obs = self._builder.update(window)
-            if begin == start:
-                break
         return obs, self._info(window)
 
     def step(self, action: FloatArray) -> tuple[FloatArray, float, bool, bool, dict[str, Any]]:
@@ -158,6 +156,15 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
         self._k += 1
         self._steps_left -= 1
         return self._builder.update(window), earned, False, self._steps_left == 0, self._info(window)
+
+    def _warm_up_ends(self, begin: int, start: int) -> list[int]:
+        """Return the ends of the windows before an episode: intervals in the last second, which is observed."""
+        ends = [start]
+        while True:
+            step_ns = self._interval_ns if start - ends[-1] < _SECOND_NS else max(self._interval_ns, _SECOND_NS)
+            if ends[-1] - step_ns <= begin:
+                return ends[::-1]
+            ends.append(ends[-1] - step_ns)
 
     def _info(self, window: Any) -> dict[str, Any]:
         return {"alpha": window.alpha, "target": window.target, "p99_ms": window.p99_ms, "window": window}

@@ -34,6 +34,9 @@ class TrainingTraces:
     ) -> None:
         if traces is not None and len(traces) == 0:
             raise UserError("no traces were given: at least one is needed")
+        for trace in traces or ():
+            if len(trace) == 0:
+                raise UserError(f"trace {trace.meta.name} has no requests: there is nothing to serve")
         if count < 1:
             raise UserError(f"the number of training traces must be at least 1, got {count}")
         self.scenario = scenario

@@ -1,0 +1,143 @@
+"""Many nodes at once: as gymnasium's own vector environment over single ones, whatever the number of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from envs.node_env import HelmNodeEnv
+from envs.training_traces import TrainingTraces
+from envs.vector import NodeVectorEnv
+from helm_rl.errors import UserError
+from helm_rl.scenario import Scenario
+from helm_rl.workloads.generate import generate
+from helm_rl.workloads.trace import Trace
+from tests.envs.worlds import QUICK, scenario
+
+STEPS = 9  # episodes have 4
+
+
+@pytest.fixture(scope="module")
+def load() -> tuple[Scenario, list[Trace]]:
+    small = scenario(seconds=8, **QUICK)
+    return small, [generate(small, seed) for seed in (1, 2)]
+
+
+def rollout(env: gym.vector.VectorEnv[Any, Any, Any], seed: int | list[int]) -> list[Any]:
+    results: list[Any] = [env.reset(seed=seed)]
+    actions = np.random.default_rng(0).uniform(-1, 1, (STEPS, env.num_envs, 1)).astype(np.float32)
+    results += [env.step(action) for action in actions]
+    env.close()
+    return results
+
+
+def assert_same(one: Any, two: Any) -> None:
+    assert type(one) is type(two)
+    if isinstance(one, dict):
+        assert set(one) == set(two)
+        for key in one:
+            assert_same(one[key], two[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(two)
+        for a, b in zip(one, two, strict=True):
+            assert_same(a, b)
+    elif isinstance(one, np.ndarray) and one.dtype != object:
+        assert one.dtype == two.dtype
+        assert np.array_equal(one, two, equal_nan=one.dtype.kind == "f")
+    elif isinstance(one, np.ndarray):
+        assert_same(list(one), list(two))
+    else:
+        assert one == two
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_it_is_gymnasiums_vector_of_single_environments(load: tuple[Scenario, list[Trace]], threads: int) -> None:
+    small, traces = load
+    shared = TrainingTraces(small, traces)
+    single = SyncVectorEnv(
+        [lambda: HelmNodeEnv(traces=shared, episode_s=2)] * 3, autoreset_mode=AutoresetMode.SAME_STEP
+    )
+    expected = rollout(single, 40)
+    got = rollout(NodeVectorEnv(3, small, traces=traces, episode_s=2, threads=threads), 40)
+    assert_same(got, expected)
+    obs, rewards, terminations, truncations, infos = got[4]
+    assert truncations.tolist() == [True] * 3
+    assert not any(step[2].any() for step in got[1:])
+    assert infos["_final_obs"].tolist() == [True] * 3
+    final = np.stack(infos["final_obs"])
+    assert final.shape == obs.shape == (3, 17)
+    assert final.dtype == np.float32
+    assert not np.array_equal(final, obs)
+    assert "final_obs" not in got[3][4]
+    assert rewards.dtype == np.float64
+    assert terminations.dtype == truncations.dtype == np.bool_
+
+
+def test_episodes_of_different_lengths_end_apart(load: tuple[Scenario, list[Trace]]) -> None:
+    small, traces = load
+    env = NodeVectorEnv(2, small, traces=traces, episode_s=2, paired=False)
+    env.reset(seed=0)
+    env.envs[1].reset(options={"start": 13})  # near the end of the trace: two intervals
+    infos = [env.step(np.zeros((2, 1), np.float32))[4] for _ in range(4)]
+    masks = [info["_final_obs"].tolist() if "final_obs" in info else None for info in infos]
+    assert masks[0] is None
+    assert [False, True] in masks
+    assert masks[3] == [True, masks[3][1]]
+    at = masks.index([False, True])
+    assert infos[at]["final_obs"][0] is None
+    assert infos[at]["final_info"]["_alpha"].tolist() == [False, True]
+    env.close()
+
+
+def test_seeds(load: tuple[Scenario, list[Trace]]) -> None:
+    small, traces = load
+
+    def make() -> NodeVectorEnv:
+        return NodeVectorEnv(2, small, traces=traces, episode_s=2)
+
+    first = rollout(make(), 5)
+    assert_same(rollout(make(), 5), first)
+    assert_same(rollout(make(), [5, 6]), first)
+    other = rollout(make(), [6, 5])
+    assert not np.array_equal(other[0][0], first[0][0])
+    with pytest.raises(UserError, match="one seed per environment: 3 for 2"):
+        make().reset(seed=[1, 2, 3])
+
+
+def test_generated_traces_follow_from_the_seed() -> None:
+    small = scenario(seconds=6, **QUICK)
+    results = []
+    for seed, threads in ((3, 1), (3, 4), (4, 2)):
+        env = NodeVectorEnv(2, small, seed=seed, trace_count=2, episode_s=2, threads=threads)
+        results.append(rollout(env, 0))
+    assert_same(results[0], results[1])
+    assert not np.array_equal(results[0][0][0], results[2][0][0])
+
+
+def test_metadata_and_spaces(load: tuple[Scenario, list[Trace]]) -> None:
+    env = NodeVectorEnv(2, load[0], traces=load[1])
+    assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert env.observation_space.shape == (2, 17)
+    assert env.action_space.shape == (2, 1)
+    assert env.single_observation_space.shape == (17,)
+    env.close()
+    env.close()
+
+
+def test_what_cannot_be_is_refused(load: tuple[Scenario, list[Trace]]) -> None:
+    small, traces = load
+    with pytest.raises(UserError, match="num_envs must be at least 1, got 0"):
+        NodeVectorEnv(0, small)
+    with pytest.raises(UserError, match="threads must be at least 1, got 0"):
+        NodeVectorEnv(1, small, threads=0)
+    with pytest.raises(UserError, match="no traces were given"):
+        NodeVectorEnv(1, small, traces=[])
+    env = NodeVectorEnv(2, small, traces=traces)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="one action per environment: 3 for 2"):
+        env.step(np.zeros((3, 1), np.float32))
+    env.close()

@@ -19,8 +19,8 @@ from helm_rl.workloads.trace import Trace
 SMALL = """\
 name = "small"
 slo_ms = 100
-seconds = 60
-warm_s = 15
+seconds = 45
+warm_s = 10
 [hardware]
 pool_gib = 6
 [load]
@@ -29,8 +29,8 @@ users = 20000
 items = 3e7
 [[load.phase]]
 label = "burst"
-start_s = 20
-seconds = 20
+start_s = 15
+seconds = 15
 rate = 60
 requests_per_visit = 15
 think_s = 1.0
@@ -61,7 +61,7 @@ def test_a_sweep_is_the_same_on_one_thread_and_on_two(scenario_file: Path) -> No
 
 
 def test_the_same_seed_gives_the_same_figures_from_trace_to_report(scenario_file: Path, tmp_path: Path) -> None:
-    size = Size(str(scenario_file), timesteps=256, num_envs=2, num_steps=64, draws=1, step=0.2)
+    size = Size(str(scenario_file), timesteps=128, num_envs=2, num_steps=64, draws=1, step=0.2)
     first = run(Args(output=tmp_path / "one", seed=3), size)
     run(Args(output=tmp_path / "two", seed=3), size)
     figures = [json.loads((tmp_path / name / "figures.json").read_text())["figures"] for name in ("one", "two")]
@@ -69,7 +69,7 @@ def test_the_same_seed_gives_the_same_figures_from_trace_to_report(scenario_file
 
     result = first.results[0]
     assert Trace.load(tmp_path / "one" / "trace.parquet").hash() == result.trace_hash
-    assert load_bundle(tmp_path / "one" / "bundle").config.training.steps == 256
+    assert load_bundle(tmp_path / "one" / "bundle").config.training.steps == 128
     # The policy starts at the deployable alpha and moves no faster than it may.
     moves = np.abs(np.diff(np.concatenate([[first.deployable], result.runs[POLICY].target])))
     assert moves.max() <= 0.06 + 1e-6

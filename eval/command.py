@@ -7,29 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 from rich.console import Console
 
 from eval.comparison import (
-    DEPLOYABLE,
-    HINDSIGHT,
-    OPTIMUM,
     POLICY,
-    REFERENCE,
     Comparison,
     Contestant,
     check_draws,
     compare,
 )
 from eval.sweep import STEP, ReplayFunction, alpha_grid, working
-from eval.wording import milliseconds, percent
 from helm_rl.checkpoint import POLICY_FILE
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures
 from helm_rl.files import refuse_existing
-from helm_rl.metrics import SHED_FACTOR
 from helm_rl.scenario import Scenario, load_scenario
 from helm_rl.workloads.trace import Trace
 
@@ -127,48 +120,3 @@ def policy_contestant(path: Path, scenario: Scenario) -> Contestant:
 def console() -> Console:
     """Where tables go: stdout, at a fixed width where it is no terminal."""
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-
-
-def headline(comparison: Comparison) -> str:
-    """The result in a sentence or two, with the measured numbers and nothing else."""
-
-    def p99(key: str) -> str:
-        value = comparison.estimate(key, "p99_ms").value
-        shed = value == np.float32(SHED_FACTOR * comparison.scenario.slo_ms)
-        return f"{milliseconds(value)} ms" + (" (more than 1 % were shed)" if shed else "")
-
-    draws = len(comparison.results)
-    where = "on the recorded arrivals" if comparison.results[0].seed is None else f"over {draws} draws of arrivals"
-    if draws == 1 and comparison.results[0].seed is not None:
-        where = "on one draw of arrivals"
-    statics = (
-        f"The static that could have been deployed (alpha {comparison.deployable:.2f}) took {p99(DEPLOYABLE)}, the "
-        f"best static in hindsight {p99(HINDSIGHT)}, the per-segment optimum {p99(OPTIMUM)}"
-    )
-    if not any(row.key == POLICY for row in comparison.rows):
-        room, _ = comparison.headroom()
-        return (
-            f"Scenario {comparison.pattern}, {where}: how long 99 % of requests took at most. {statics}. What the "
-            f"reference gains on the best static in hindsight is {percent(room)}."
-        )
-    regret = comparison.estimate(POLICY, "regret").value
-    return (
-        f"In scenario {comparison.pattern}, {where}, the policy answered 99 % of requests within {p99(POLICY)}. "
-        f"{statics}; the policy is {percent(abs(regret))} {'above' if regret >= 0 else 'below'} the best of these."
-    )
-
-
-def footnotes(comparison: Comparison) -> list[str]:
-    """What a reader must know to read the numbers rightly."""
-    lines = [
-        f"Reference = {REFERENCE}; the full reference schedule (by dynamic programming) is not built yet.",
-        "Latency runs from the scheduled arrival; a shed request counts as 100 x the SLO and as a violation.",
-    ]
-    if len(comparison.results) > 1:
-        lines.append(
-            f"Values are interquartile means over {len(comparison.results)} draws, with 95 % bootstrap "
-            "intervals, which are too narrow where draws are few."
-        )
-    else:
-        lines.append("One set of arrivals: nothing is known about the spread.")
-    return [*lines, *(note[0].upper() + note[1:] + "." for note in comparison.notes)]

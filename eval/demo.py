@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from eval.command import console, footnotes, headline, policy_contestant
+from eval.command import console, policy_contestant
 from eval.comparison import SEEDS_FROM, Comparison, check_draws, compare
 from eval.p99_latency import latency_table
 from eval.ratio_gap import gap_table
+from eval.summary import footnotes, headline
 from eval.sweep import STEP, working
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from eval.command import EvalArgs, console, evaluate, footnotes, headline
+from eval.command import EvalArgs, console, evaluate
 from eval.comparison import Comparison
+from eval.summary import footnotes, headline
 from eval.wording import interval_ms, milliseconds, percent
 
 

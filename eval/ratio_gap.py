@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
-from eval.command import EvalArgs, console, evaluate, footnotes, headline
+from eval.command import EvalArgs, console, evaluate
 from eval.comparison import POLICY, Comparison
-from eval.segments import FlatSet
+from eval.summary import footnotes, headline, segments
 from eval.wording import alpha, flat_set, milliseconds
 
 
@@ -76,42 +76,3 @@ def segment_table(comparison: Comparison) -> Table:
         ]
         table.add_row(*cells, *([f"{segment.policy_gap:.3f}"] if policy else []))
     return table
-
-
-@dataclass(frozen=True)
-class SegmentSummary:
-    """One segment over all draws: mean alpha*, its noise floor; flat set and P99 of the first draw; the
-    policy's gap.
-    """
-
-    label: str
-    start_s: float
-    end_s: float
-    best: float
-    noise_floor: float
-    flat: FlatSet
-    p99_ms: float
-    policy_gap: float
-
-
-def segments(comparison: Comparison) -> list[SegmentSummary]:
-    """Summarise each segment; policy_gap is NaN where no policy was evaluated."""
-    first = comparison.results[0]
-    stars, noise = comparison.best_alphas().mean(axis=0), comparison.noise_floor()
-    policy = any(row.key == POLICY for row in comparison.rows)
-    found = []
-    for index, (span, curve) in enumerate(zip(first.sweep.part.spans, first.sweep.settled, strict=True)):
-        gaps = [result.gaps(POLICY, "settled", index).ratio for result in comparison.results] if policy else []
-        found.append(
-            SegmentSummary(
-                label=span.label,
-                start_s=span.start_ns / 1e9,
-                end_s=span.end_ns / 1e9,
-                best=float(stars[index]),
-                noise_floor=float(noise[index]),
-                flat=curve.flat,
-                p99_ms=float(curve.smooth_ms.min()),
-                policy_gap=float(np.mean(gaps)) if gaps else float("nan"),
-            )
-        )
-    return found

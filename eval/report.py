@@ -14,9 +14,8 @@ import jinja2
 import numpy as np
 
 from eval import plots
-from eval.command import footnotes, headline
 from eval.comparison import DEPLOYABLE, HINDSIGHT, OPTIMUM, POLICY, Comparison, provenance
-from eval.ratio_gap import segments
+from eval.summary import footnotes, headline, segments
 from eval.wording import alpha, flat_set, interval_ms, milliseconds, percent, times
 from helm_rl import __version__
 from helm_rl.figures import command, machine

@@ -7,7 +7,8 @@ import pytest
 
 import envs.serving.replay
 from eval import p99_latency, ratio_gap
-from eval.command import EvalArgs, evaluate, headline, policy_contestant
+from eval.command import EvalArgs, evaluate, policy_contestant
+from eval.summary import headline
 from helm_rl.cli import main as cli
 from helm_rl.errors import UserError
 from helm_rl.workloads.generate import generate

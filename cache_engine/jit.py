@@ -36,7 +36,12 @@ def inner(function: F) -> F:
 
 
 def _compile(function: F, **options: bool) -> F:
-    dispatcher = _njit(cache=True, nogil=True, _nrt=False, no_cfunc_wrapper=True, **options)(function)
+    dispatcher = _njit(nogil=True, _nrt=False, no_cfunc_wrapper=True, **options)(function)
+    try:
+        dispatcher.enable_caching()
+    except RuntimeError:
+        # Nowhere to write: a read-only installation, no home. Each process compiles for itself then.
+        return cast(F, dispatcher)
     # numba's disk cache notices an edit of the file that holds a function, but not of a file that holds something it
     # calls, and would run stale code. So its stamp is a digest of all of `cache_engine` and the function's own folder.
     dispatcher._cache._cache_file._source_stamp = _digest(Path(function.__code__.co_filename).parent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from cache_engine.pool import HbmPool
 
@@ -25,7 +25,7 @@ class Lease(ABC):
     @abstractmethod
     def _end(self) -> None: ...
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

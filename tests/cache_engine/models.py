@@ -228,3 +228,100 @@ def lru_misses(ids: Iterable[int], slots: int) -> int:
             if len(cache) > slots:
                 cache.popitem(last=False)
     return misses
+
+
+@dataclass
+class History:
+    """What the KV cache holds of one user."""
+
+    epoch: int
+    tokens: int = 0
+    pages: int = 0
+    leases: int = 0
+
+
+@dataclass
+class KvModel:
+    """The KV cache as numbers of pages: users in order of last use, tails of the least recent given up first."""
+
+    page_tokens: int
+    owned: int = 0
+    goal: int = 0
+    users: OrderedDict[int, History] = field(default_factory=OrderedDict)  # least recent first
+    doomed: list[History] = field(default_factory=list)  # dropped while leased
+    evicted: int = 0
+    refused: int = 0
+    stale: int = 0
+    extended: int = 0
+
+    @property
+    def used(self) -> int:
+        return sum(h.pages for h in [*self.users.values(), *self.doomed])
+
+    def lookup(self, user: int, tokens: int, epoch: int) -> int:
+        self.drop_stale(user, epoch)
+        if user not in self.users:
+            return 0
+        self.users.move_to_end(user)
+        return min(tokens, self.users[user].tokens)
+
+    def extend(self, user: int, tokens: int, epoch: int) -> bool:
+        self.drop_stale(user, epoch)
+        mine = self.users.get(user, History(epoch))
+        need = -(-tokens // self.page_tokens) - mine.pages
+        if need > 0:
+            others = [h for u, h in self.users.items() if u != user]
+            fixed = sum(h.pages for h in [*others, *self.doomed] if h.leases)
+            room = min(self.owned, self.goal)
+            if fixed + mine.pages + need > room:
+                self.refused += 1
+                return False
+            self.users[user] = mine
+            while self.used + need > room:
+                assert self.evict(keep=user)
+            mine.pages += need
+            self.extended += need
+        mine.tokens = max(mine.tokens, tokens)
+        if user in self.users:
+            self.users.move_to_end(user)
+        return True
+
+    def evict(self, keep: int | None = None) -> bool:
+        for user, history in self.users.items():
+            if user != keep and not history.leases:
+                history.pages -= 1
+                history.tokens = min(history.tokens, history.pages * self.page_tokens)
+                self.evicted += 1
+                if not history.pages:
+                    del self.users[user]
+                return True
+        return False
+
+    def drop_stale(self, user: int, epoch: int) -> None:
+        if user in self.users and self.users[user].epoch != epoch:
+            self.stale += 1
+            self.drop(user)
+
+    def drop(self, user: int) -> bool:
+        history = self.users.pop(user, None)
+        if history is not None and history.leases:
+            self.doomed.append(history)
+        return history is not None
+
+    def lease(self, user: int) -> History | None:
+        history = self.users.get(user)
+        if history is not None:
+            history.leases += 1
+        return history
+
+    def release(self, history: History) -> None:
+        history.leases -= 1
+        if not history.leases:
+            self.doomed = [h for h in self.doomed if h is not history]
+
+    def shrink(self, budget: int) -> int:
+        freed = 0
+        while freed < budget and self.owned > self.goal and (self.used < self.owned or self.evict()):
+            self.owned -= 1
+            freed += 1
+        return freed

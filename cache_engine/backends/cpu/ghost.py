@@ -2,12 +2,13 @@
 
 SHARDS (Waldspurger et al., FAST 2015): of all keys, those whose hash falls under the rate are followed; the distance of
 a reuse is the weight of the distinct sampled keys used since, divided by the rate. Distances are kept exactly, in a
-Fenwick tree over the order of last use. `hits[b]` sums the weight of sampled reuses that a cache of bucket b's size or
-more would have hit, and a smaller one not.
+Fenwick tree over the order of last use. `hits[b]` sums the weight of sampled reuses that a cache of b + 1 buckets would
+have hit, and one of b buckets not: the first b sum to the hits of a cache of b buckets.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -89,7 +90,7 @@ def follow(ghost: GhostState, key: int, weight: float, asked: float) -> None:
         reused = min(held, asked)
         # Itself needs room too: half of a run on the average, one unit for a single row.
         size = (ghost.sums[FOLLOWED] - _prefix(ghost, position + 1)) / ghost.sums[RATE] + 0.5 * (reused + 1.0)
-        bucket = int(size / ghost.sums[BUCKET])
+        bucket = math.ceil(size / ghost.sums[BUCKET]) - 1
         if bucket < ghost.hits.size:
             ghost.hits[bucket] += reused
         _add(ghost, position, -held)

@@ -220,7 +220,7 @@ def test_pages_go_in_the_order_of_the_hand_and_the_last_waits_its_turn() -> None
     filling = [int(s) // 8 for s in (twin.model.slot_of[(0, 0)], twin.model.slot_of[(0, 47)])]
     assert filling == [5, 0], "the page granted last is filled first"
     twin.lookup([(0, 100), (0, 101)])
-    order = []
+    order: list[int] = []
     for goal in range(5, -1, -1):
         twin.apply(("goal", goal))
         before = set(twin.model.owned)

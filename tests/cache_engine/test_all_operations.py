@@ -1,0 +1,285 @@
+"""Any order of public operations on a pool with both caches and real bytes: invariants, rows, prefixes, leases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cache_engine import EmbeddingCache, HbmPool, KvCache, PoolClosedError, TargetStatus
+from cache_engine.lease import Lease
+from tests.cache_engine.invariants import check
+from tests.cache_engine.models import History, KvModel
+
+PAGES, PAGE_BYTES, ROW_BYTES, TOKEN_BYTES = 10, 128, 16, 32
+ROWS, WIDE, NARROW = 60, 4, 3
+DRAIN_LIMIT_NS = 1_000
+
+ids = st.lists(st.integers(0, ROWS - 1), min_size=8, max_size=30) | st.just([])
+users = st.integers(0, 5)
+tokens = st.integers(0, 3) | st.integers(8, 24)
+
+
+class Table(np.ndarray):
+    """A host table that can fail, as a mapped file whose disk is gone."""
+
+    broken = False
+
+    def __getitem__(self, key: Any) -> Any:
+        if Table.broken:
+            raise OSError("input/output error")
+        return super().__getitem__(key)
+
+
+@dataclass
+class Held:
+    lease: Lease
+    pages: list[int]
+    was: list[bytes]  # of each slot or page, as `read` found them then
+    read: Callable[[], list[bytes]]
+    history: History | None = None
+
+
+class Engine(RuleBasedStateMachine):
+    """The engine beside its tables, a model of the KV cache, and what each lease saw when it began."""
+
+    @initialize(min_pages=st.integers(0, 2), max_pages=st.integers(4, PAGES))
+    def start(self, min_pages: int, max_pages: int) -> None:
+        Table.broken = False
+        rng = np.random.default_rng(0)
+        self.tables = [
+            rng.integers(0, 2**31, (ROWS, WIDE)).astype(np.int32).view(Table),
+            rng.integers(0, 2**31, (ROWS, NARROW)).astype(np.int32).view(Table),
+        ]
+        self.pool = HbmPool(PAGES, PAGE_BYTES, min_pages=min_pages, drain_limit_s=DRAIN_LIMIT_NS * 1e-9)
+        self.emb = EmbeddingCache(self.pool, row_bytes=ROW_BYTES, tables=self.tables, max_pages=max_pages)
+        self.kv = KvCache(self.pool, token_bytes=TOKEN_BYTES)
+        self.max_pages = max_pages
+        self.pool.set_target(0.5, 0)
+        self.pool.migrate(PAGES)
+        kv_pages = self.pool.owned("kv")
+        assert kv_pages == PAGES - min(PAGES // 2, max_pages)
+        self.model = KvModel(self.kv.page_tokens, owned=kv_pages, goal=kv_pages)
+        self.held: list[Held] = []
+        self.revision = 0
+        self.now_ns = 0
+        self.counts = dict.fromkeys(("rows", "fetched", "tokens"), 0)
+
+    # Embedding rows
+
+    @rule(keys=ids, table=st.integers(0, 1), lease=st.booleans())
+    def lookup_one_table(self, keys: list[int], table: int, lease: bool) -> None:
+        self.look_up(keys, table, lease)
+
+    @rule(keys=ids, seed=st.integers(0, 99))
+    def lookup_both_tables(self, keys: list[int], seed: int) -> None:
+        self.look_up(keys, np.random.default_rng(seed).integers(0, 2, len(keys)), False)
+
+    def look_up(self, keys: list[int], tables: Any, lease: bool) -> None:
+        wanted = [self.row(k, t) for k, t in zip(keys, np.broadcast_to(tables, len(keys)), strict=True)]
+        known = self.emb.lookup(np.array(keys, np.int64), tables)
+        assert known.rows is not None
+        assert [row.tobytes() for row in known.rows] == wanted
+        slots = known.slots[known.slots >= 0].tolist()
+        assert [self.slot(s) for s in slots] == [w for w, s in zip(wanted, known.slots, strict=True) if s >= 0]
+        self.counts["rows"] += len(keys)
+        self.counts["fetched"] += known.fetched
+        if lease and slots:
+            held = self.emb.lease(known.slots)
+            self.held.append(
+                Held(held, held.pages.tolist(), [self.slot(s) for s in slots], lambda: [self.slot(s) for s in slots])
+            )
+
+    @rule(keys=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=12), table=st.integers(0, 1))
+    def lookup_of_a_broken_table(self, keys: list[int], table: int) -> None:
+        Table.broken = True
+        try:
+            known = self.emb.lookup(np.array(keys), table)
+            assert known.hit.all()
+            self.counts["rows"] += len(keys)
+        except OSError:
+            pass
+        finally:
+            Table.broken = False
+
+    @rule(keys=st.lists(st.integers(0, ROWS - 1), max_size=6), table=st.integers(0, 1), value=st.integers(0, 2**31 - 1))
+    def update_rows(self, keys: list[int], table: int, value: int) -> None:
+        """New values in the table; forgotten, the rows are read again."""
+        np.asarray(self.tables[table])[keys] = value
+        assert self.emb.invalidate(np.array(keys, np.int64), table) <= len(set(keys))
+
+    @rule(keys=st.just([0, ROWS]) | st.just([-1]))
+    def lookup_of_no_row(self, keys: list[int]) -> None:
+        with pytest.raises(ValueError, match="is not a row of table 0"):
+            self.emb.lookup(np.array(keys))
+
+    def row(self, key: int, table: int) -> bytes:
+        return np.asarray(self.tables[table])[key].tobytes().ljust(ROW_BYTES, b"\0")
+
+    def slot(self, slot: int) -> bytes:
+        start = slot % self.emb.rows_per_page * ROW_BYTES
+        return self.pool.page(slot // self.emb.rows_per_page)[start : start + ROW_BYTES].tobytes()
+
+    # Keys and values
+
+    @rule(user=users, count=tokens, epoch=st.integers(0, 1))
+    def kv_lookup(self, user: int, count: int, epoch: int) -> None:
+        found = self.kv.lookup(user, count, epoch)
+        assert found == self.model.lookup(user, count, epoch)
+        self.counts["tokens"] += count
+        self.check_prefix(user, found, epoch)
+
+    @rule(user=users, count=tokens, epoch=st.sampled_from([0, 0, 0, 1]))
+    def kv_extend(self, user: int, count: int, epoch: int) -> None:
+        had = self.model.users.get(user)
+        start = had.tokens if had is not None and had.epoch == epoch else 0
+        fits = self.kv.extend(user, count, epoch)
+        assert fits == self.model.extend(user, count, epoch)
+        if fits:
+            for token in range(start, count):
+                self.token(user, token)[:] = self.value(user, token, epoch)
+            self.check_prefix(user, max(start, count), epoch)
+
+    @rule(user=users)
+    def kv_lease(self, user: int) -> None:
+        lease, history = self.kv.lease(user), self.model.lease(user)
+        assert (lease is None) == (history is None)
+        if lease is not None and history is not None:
+            pages = self.kv.pages(user).tolist()
+            # Of the tail page only the tokens that were there: others may be written later.
+            last = history.tokens - (len(pages) - 1) * self.kv.page_tokens
+            ends = [PAGE_BYTES] * (len(pages) - 1) + [last * TOKEN_BYTES]
+
+            def read() -> list[bytes]:
+                return [self.pool.page(page)[:end].tobytes() for page, end in zip(pages, ends, strict=True)]
+
+            self.held.append(Held(lease, pages, read(), read, history))
+
+    @rule(user=users)
+    def kv_drop(self, user: int) -> None:
+        assert self.kv.drop(user) == self.model.drop(user)
+
+    def token(self, user: int, token: int) -> np.ndarray:
+        start = token % self.kv.page_tokens * TOKEN_BYTES
+        page = int(self.kv.pages(user)[token // self.kv.page_tokens])
+        return self.pool.page(page)[start : start + TOKEN_BYTES]
+
+    @staticmethod
+    def value(user: int, token: int, epoch: int) -> int:
+        return (user * 50 + token + epoch * 25) % 255 + 1
+
+    def check_prefix(self, user: int, count: int, epoch: int) -> None:
+        for token in range(count):
+            assert (self.token(user, token) == self.value(user, token, epoch)).all()
+
+    # Leases and moves
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99), twice=st.booleans())
+    def release(self, which: int, twice: bool) -> None:
+        held = self.held.pop(which % len(self.held))
+        held.lease.release()
+        if held.history is not None:
+            self.model.release(held.history)
+        if twice:
+            held.lease.release()
+
+    @rule(alpha=st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0, -1.0, float("nan"), float("inf")]), step=st.integers(-1, 1))
+    def set_target(self, alpha: float, step: int) -> None:
+        before = self.pool.state.goal.copy()
+        status = self.pool.set_target(alpha, self.revision + step)
+        assert (status is TargetStatus.STALE) == (step < 0 or not np.isfinite(alpha))
+        if status is TargetStatus.STALE or step == 0:
+            assert (self.pool.state.goal == before).all()
+        else:
+            self.revision += 1
+            floor = self.pool.min_pages
+            emb = min(max(round(min(max(alpha, 0), 1) * PAGES), floor), PAGES - floor, self.max_pages)
+            assert self.pool.state.goal.tolist() == [emb, PAGES - emb]
+
+    @rule(emb=st.integers(0, PAGES), kv=st.integers(0, PAGES))
+    def set_goals(self, emb: int, kv: int) -> None:
+        floor = self.pool.min_pages
+        possible = floor <= emb <= self.max_pages and floor <= kv and emb + kv <= PAGES
+        try:
+            self.pool.set_goals({"emb": emb, "kv": kv}, self.revision + 1)
+        except ValueError:
+            assert not possible
+        else:
+            assert possible
+            self.revision += 1
+
+    @rule(budget=st.integers(0, PAGES), wait_ns=st.sampled_from([0, 10, DRAIN_LIMIT_NS + 1]))
+    def migrate(self, budget: int, wait_ns: int) -> None:
+        self.now_ns += wait_ns
+        state = self.pool.state
+        goal, before = state.goal.tolist(), state.owned.tolist()
+        pinned = {page for held in self.held for page in held.pages}
+        generations = state.generation.copy()
+        done = self.pool.migrate(budget, self.now_ns)
+        after = state.owned.tolist()
+        assert done.freed <= budget
+        assert done.granted <= budget
+        assert done.granted - done.freed == sum(after) - sum(before)
+        for was, now, wanted in zip(before, after, goal, strict=True):
+            assert min(was, wanted) <= now <= max(was, wanted), "towards the goal, not past it"
+        assert all(generations[page] == state.generation[page] for page in pinned), "leased pages stay"
+        if not self.held and budget == PAGES:
+            assert done.backlog == done.pinned == 0, "nothing in the way: all at once"
+        self.model.goal = goal[1]
+        freed = self.model.shrink(min(budget, max(0, before[1] - after[1])))
+        assert freed == max(0, before[1] - after[1])
+        self.model.owned = after[1]
+
+    @rule()
+    def read_counters(self) -> None:
+        emb, kv = self.emb.stats(), self.kv.stats()
+        assert emb.requested == emb.hits + emb.misses == self.counts["rows"]
+        assert emb.fetched == self.counts["fetched"]
+        assert emb.link_bytes == emb.fetched * ROW_BYTES
+        assert kv.requested == kv.hits + kv.misses == self.counts["tokens"]
+        model = self.model
+        assert (kv.extended, kv.evicted, kv.refused, kv.stale) == (
+            model.extended,
+            model.evicted,
+            model.refused,
+            model.stale,
+        )
+        model.extended = model.evicted = model.refused = model.stale = 0
+        self.counts = dict.fromkeys(self.counts, 0)
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if hasattr(self, "pool"):
+            self.model.goal = int(self.pool.state.goal[1])
+            check(self.pool, self.emb, self.kv)
+            for held in self.held:
+                assert held.read() == held.was, "what is leased keeps its bytes"
+
+    def teardown(self) -> None:
+        Table.broken = False
+        if not hasattr(self, "pool"):
+            return
+        held, self.held = self.held, []
+        for each in held[::2]:
+            each.lease.release()
+        self.pool.close()
+        with pytest.raises(PoolClosedError):
+            self.emb.lookup(np.array([1]))
+        for each in held:
+            each.lease.release()
+        assert not self.pool.state.pins.any()
+        assert not self.kv.state.pins.any()
+        check(self.pool, self.emb, self.kv)
+
+
+Engine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestEngine = Engine.TestCase

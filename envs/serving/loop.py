@@ -16,7 +16,7 @@ from cache_engine.hashing import mix
 from cache_engine.jit import inner, kernel
 from envs.serving import latency
 from envs.serving.latency import QueueState
-from envs.serving.rows import RowState, candidate_rows, history_rows
+from envs.serving.rows import ITEMS, RowState, candidate_rows, history_rows
 
 # NodeState.params
 FLOP_PER_TOKEN = 0
@@ -176,16 +176,22 @@ def _serve(
             else:
                 misses_tail += 1
                 fetched_tail += fetched
-    _learn(node, TAIL, end - hot_end + tail, misses_tail, fetched_tail)
-    _learn(node, HOT, hot_end - tail, misses_hot, fetched_hot)
-
-    # The request is charged the expected fetches of its rows: a sample's own would add noise that no real request has.
     tokens = history - prefix
     total = float(tokens + candidates) * params[ROWS_PER_TOKEN]
+    lookups = float(end - hot_end + tail)
+    if rows.content[0] == ITEMS:
+        # Few popular items make up much of a log, and whether they are in the sample is chance. What the sample has too
+        # few or too many of are mostly their hits (SHARDS-adj): misses are set against the lookups that were expected.
+        lookups = total * rows.rate[0]
+    _learn(node, TAIL, lookups, misses_tail, fetched_tail)
+    _learn(node, HOT, float(hot_end - tail), misses_hot, fetched_hot)
+
+    # The request is charged the expected fetches of its rows: a sample's own would add noise that no real request has.
     hot_rows = total * rows.hot_fraction[phase]
     tail_rows = (total - hot_rows) * rows.tail_share[0]
+    missing = min(1.0, node.miss_rate[TAIL]) * tail_rows + node.miss_rate[HOT] * hot_rows
     window[ROWS] += total
-    window[ROWS_HIT] += total - tail_rows * node.miss_rate[TAIL] - hot_rows * node.miss_rate[HOT]
+    window[ROWS_HIT] += total - missing
     fetches = tail_rows * node.fetch_rate[TAIL] + hot_rows * node.fetch_rate[HOT]
 
     kv.extend(kvs, pool, user, 0, history)
@@ -195,9 +201,9 @@ def _serve(
 
 
 @inner
-def _learn(node: NodeState, part: int, lookups: int, misses: int, fetched: int) -> None:
+def _learn(node: NodeState, part: int, lookups: float, misses: int, fetched: int) -> None:
     """Smooth a class's rates of misses and fetches over the last lookups, over all of them while there are few."""
-    if lookups > 0:
+    if lookups > 0.0:
         node.seen[part] = min(node.seen[part] + lookups, SMOOTHING)
         weight = min(1.0, lookups / node.seen[part])
         node.miss_rate[part] += weight * (misses / lookups - node.miss_rate[part])

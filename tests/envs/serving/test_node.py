@@ -20,9 +20,9 @@ from envs.serving.node import NodeSim
 from helm_rl.errors import UserError
 from helm_rl.metrics import SHED_FACTOR, WindowStats, p99_ms
 from helm_rl.scenario import Scenario
-from helm_rl.workloads.generate import generate
+from helm_rl.workloads.generate import generate, zipf_codes
 from helm_rl.workloads.trace import Trace
-from tests.envs.worlds import scenario, trace
+from tests.envs.worlds import QUICK, scenario, trace
 
 SECOND = 1_000_000_000
 PAGES = 256
@@ -277,6 +277,25 @@ def test_the_sample_of_rows_stands_for_all(load: tuple[Scenario, Trace], monkeyp
     assert rates == [1.0, 0.25, 0.0625]
     assert misses[0] > 0.1
     assert misses == pytest.approx([misses[0]] * 3, abs=0.006)
+
+
+def test_the_sample_of_items_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of all items are in the sample at 1/16, one row each. Which popular ones these are is chance: plain rates
+    err by .036 here.
+    """
+    n = 3000
+    codes = zipf_codes(np.random.default_rng(0), n * 40, 0.8, 50_000)
+    items = np.random.default_rng(1).permutation(50_000)[codes].tolist()
+    made = trace((np.arange(n) * 10.0).tolist(), history=40, new=40, items=items, content="items")
+    small = scenario(model__features_per_token=8, model__candidates=0, **QUICK)
+    hits = []
+    for slots in (1 << 17, 1 << 13):
+        monkeypatch.setattr(node_module, "MAX_SAMPLED_SLOTS", slots)
+        node = NodeSim(small, made, 0.3)
+        windows = serve(node)[-20:]
+        hits.append(total(windows, "rows_hit") / total(windows, "rows"))
+    assert node.rate == 1 / 16
+    assert hits[1] == pytest.approx(hits[0], abs=0.01)
 
 
 def test_windows_add_up(load: tuple[Scenario, Trace]) -> None:

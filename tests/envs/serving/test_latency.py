@@ -153,6 +153,12 @@ def test_a_batch_waits_for_nobody() -> None:
     assert took == pytest.approx([15.0, 24.0])
 
 
+def test_a_batch_takes_along_who_comes_as_it_starts() -> None:
+    # At 10 the first ends; the second has waited since 5 and the third comes: one batch until 14.
+    _, took = serve([0.0, 5.0, 10.0], work_ms=[10.0, 2.0, 2.0], max_batch=8)
+    assert took == pytest.approx([10.0, 9.0, 4.0])
+
+
 def test_a_stall_of_a_second_shows_in_the_p99() -> None:
     """FAULTS "Training" 11: latency runs from the scheduled arrival, not from when the request was taken."""
     work = np.full(1000, 0.1)

@@ -75,6 +75,17 @@ def test_latencies_of_a_user_by_hand() -> None:
     assert busy_ms == pytest.approx([value - 2.0 for value in expected], rel=1e-4)
 
 
+def test_who_comes_at_once_is_served_at_once() -> None:
+    small = scenario(hardware__link_gb_s=1e4, model__candidates=0)
+    made = trace([0.0, 50.0, 50.0, 50.0], history=1)
+    node = NodeSim(small, made, 0.5)
+    node.drain()
+    alone, *together = node.latency_ms.tolist()
+    assert together == [together[0]] * 3
+    # One batch of three tokens, not three of one: the fixed cost of a batch is paid once.
+    assert together[0] == pytest.approx(alone + 2 * 2.1e-3, abs=1e-4)
+
+
 def test_missing_rows_cross_the_link() -> None:
     """With no hits at all, the link carries every row: 512 bytes at .1 GB/s, 5.12 us each."""
     # The smoothed miss rate starts at 0 and takes some 20,000 lookups: these requests make 10,000 each.

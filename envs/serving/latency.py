@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine.jit import inner, kernel
-from helm_rl.metrics import SHED_FACTOR
 
 # QueueState.params
 SLO_NS = 0
@@ -24,7 +23,8 @@ LINK_BYTES_PER_NS = 3
 FLOP_PER_NS = 4
 MAX_BATCH = 5
 QUEUE_BOUND = 6
-N_PARAMS = 7
+SHED_NS = 7  # the latency that a shed request counts as
+N_PARAMS = 8
 
 # QueueState.clocks
 LINK_FREE = 0
@@ -98,9 +98,9 @@ def full(queue: QueueState) -> bool:
 
 @kernel
 def shed(queue: QueueState, request: int) -> None:
-    """Refuse a request: it counts as SHED_FACTOR times the SLO."""
+    """Refuse a request."""
     queue.window[SHED] += 1
-    _complete(queue, request, SHED_FACTOR * queue.params[SLO_NS] * 1e-6)
+    _complete(queue, request, queue.params[SHED_NS] * 1e-6)
 
 
 @kernel

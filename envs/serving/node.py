@@ -12,7 +12,7 @@ from cache_engine.backends.cpu import embedding, ghost, kv, pool
 from envs.serving import latency, loop
 from envs.serving.rows import build_rows
 from helm_rl.errors import UserError
-from helm_rl.metrics import WindowStats
+from helm_rl.metrics import SHED_FACTOR, WindowStats
 from helm_rl.profiles.hardware import resolve_hardware
 from helm_rl.profiles.model import resolve_model
 from helm_rl.scenario import Scenario
@@ -114,6 +114,7 @@ class NodeSim:
         queue[latency.FLOP_PER_NS] = hardware.flop_per_s * 1e-9
         queue[latency.MAX_BATCH] = scenario.hardware.max_batch
         queue[latency.QUEUE_BOUND] = scenario.hardware.queue_bound
+        queue[latency.SHED_NS] = SHED_FACTOR * self.slo_ns
         self._queue_params = queue
         self._returning = _returning(trace)
         # ms that a hit saves: a row's transfer, or a token's prefill.

@@ -13,7 +13,7 @@ from eval.comparison import SEEDS_FROM, Comparison, check_draws, compare
 from eval.p99_latency import latency_table
 from eval.ratio_gap import gap_table
 from eval.summary import footnotes, headline
-from eval.sweep import STEP, working
+from eval.sweep import working
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures
 from helm_rl.files import atomic_folder, refuse_existing
@@ -45,11 +45,11 @@ class Size:
     """How much the demo does: scenario, training steps, draws of arrivals, spacing of alpha, replays at a time."""
 
     scenario: str = "burst"
-    timesteps: int = 61_440
+    timesteps: int = 49_152
     num_envs: int = 8
     num_steps: int = 128
     draws: int = 3
-    step: float = STEP
+    step: float = 0.05
     jobs: int = 2
 
 

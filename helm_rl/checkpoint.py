@@ -236,6 +236,8 @@ def load_bundle(path: Path) -> Bundle:
     tensors = read_tensors(policy, config.files[POLICY_FILE])
     _check_tensors(str(policy), tensors, policy_tensors(config.network, len(config.observation.names)))
     _check_policy_values(str(policy), tensors)
+    if (tensors["normaliser.var"] + config.network.epsilon <= 0).any():
+        raise UserError(f"{file}: network.epsilon: must be above 0, for the normaliser has a feature of no variance")
     return Bundle(path, config, tensors)
 
 

@@ -6,6 +6,7 @@ where `helm_rl` names folders above it; it names them as text.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -64,6 +65,9 @@ EXTRAS = {
 }
 """Import packages that do not come with a plain install, and the extra that brings each."""
 
+_WRONG_PATH = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+"""What the system says where the user named the wrong path."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: the process's own) names and return the exit status.
@@ -100,8 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         where = f"{error.filename}: " if error.filename is not None else ""
-        missing = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
-        return _fail(f"error: {where}{error.strerror}", 2 if missing else 1)
+        return _fail(f"error: {where}{error.strerror}", 2 if error.errno in _WRONG_PATH else 1)
     return 0
 
 

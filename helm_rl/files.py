@@ -13,11 +13,16 @@ from helm_rl.errors import UserError
 
 
 def refuse_existing(path: Path, overwrite: bool = False) -> None:
-    """Raise UserError if `path` exists and may not be replaced, or if its parent folder does not exist."""
-    if path.exists() and not overwrite:
+    """Raise UserError if `path` exists and may not be replaced, or if its parent folder does not exist or is closed to us.
+
+    A symbolic link to nothing exists; with `overwrite` the link is replaced, as is one to a file or folder.
+    """
+    if os.path.lexists(path) and not overwrite:
         raise UserError(f"{path} exists already; name another output, or pass --overwrite to replace it")
     if not path.parent.is_dir():
         raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):  # now, and not after the work
+        raise UserError(f"{path}: the folder {path.parent} cannot be written to; name another output")
 
 
 @contextlib.contextmanager
@@ -51,17 +56,19 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         for file in aside.rglob("*"):
             if file.is_file():
                 _sync(file)
-        if path.exists():
+        if os.path.lexists(path):
             os.replace(path, old)
         try:
             os.replace(aside, path)
         except BaseException:
-            if old.exists():
+            if os.path.lexists(old):
                 os.replace(old, path)
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-        if path.exists():
+        if old.is_symlink():
+            old.unlink()
+        elif path.exists():
             shutil.rmtree(old, ignore_errors=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ class BasePolicy:
         self.target = None
 
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
-        """Return the new target; an observation with NaN or infinity in it leaves the target where it was.
+        """Return the new target; NaN or infinity in the observation or out of the network leaves it where it was.
 
         Raises:
             ValueError: The observation has the wrong shape.
@@ -65,7 +66,10 @@ class BasePolicy:
             raise ValueError(f"expected an observation of shape {self._mean.shape}, got {observation.shape}")
         target = applied_alpha if self.target is None else self.target
         if np.isfinite(observation).all():
-            target += min(max(float(self.action(observation)[0]), -1.0), 1.0) * self.step
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                action = float(self.action(observation)[0])
+            if not math.isnan(action):
+                target += min(max(action, -1.0), 1.0) * self.step
         self.target = min(max(target, bounds.alpha_min), bounds.alpha_max)
         return self.target
 

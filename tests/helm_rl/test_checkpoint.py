@@ -177,6 +177,14 @@ def test_files_that_are_missing_or_cut_are_refused(bundle: Path, monkeypatch: py
         load_bundle(bundle)
 
 
+def test_a_normaliser_that_would_divide_by_zero_is_refused(bundle: Path) -> None:
+    edit_tensors(bundle, lambda tensors: tensors.update({"normaliser.var": np.zeros(17)}))
+    load_bundle(bundle)
+    edit_config(bundle, lambda config: config["network"].update(epsilon=0))
+    with pytest.raises(UserError, match=r"config\.json: network\.epsilon: must be above 0"):
+        load_bundle(bundle)
+
+
 def test_a_policy_that_is_not_whole_is_not_saved(tmp_path: Path) -> None:
     net = network()
     del net.actor[4]

@@ -54,6 +54,8 @@ def main(args: Args) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "out.parquet")
     elif args.what == "missing":
         open("no-such-file")
+    elif args.what == "long":
+        open("n" * 300)
     elif args.what == "library":
         raise OSError("a library's own complaint")
     elif args.what == "extra":
@@ -263,6 +265,7 @@ def test_a_command_gets_its_arguments(probe: list[str], capsys: pytest.CaptureFi
         ("full", 1, "error: out.parquet: No space left on device"),
         ("denied", 1, "error: out.parquet: Permission denied"),
         ("missing", 2, "error: no-such-file: No such file or directory"),
+        ("long", 2, f"error: {'n' * 300}: File name too long"),
         (
             "extra",
             2,

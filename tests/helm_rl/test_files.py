@@ -239,11 +239,38 @@ def test_what_exists_is_refused_and_named(tmp_path: Path) -> None:
     assert content(tmp_path) == {"a.txt": "old"}
 
 
+@pytest.mark.parametrize("target", ["folder", "nothing"])
+def test_a_link_at_the_output_is_there_and_is_replaced_alone(tmp_path: Path, target: str) -> None:
+    path = tmp_path / "bundle"
+    path.symlink_to(target)
+    if target == "folder":
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "a").write_text("kept")
+    with pytest.raises(UserError, match="exists already"):
+        refuse_existing(path)
+    with atomic_folder(path) as aside:
+        (aside / "a").write_text("new")
+    assert not path.is_symlink()
+    assert content(tmp_path) == {"bundle/a": "new"} | ({"folder/a": "kept"} if target == "folder" else {})
+    assert sorted(os.listdir(tmp_path)) == sorted({"bundle"} | ({"folder"} if target == "folder" else set()))
+
+
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_missing_parent_is_refused_and_named(tmp_path: Path, overwrite: bool) -> None:
     with pytest.raises(UserError, match="does not exist; make it first") as refused:
         refuse_existing(tmp_path / "nowhere" / "a.txt", overwrite)
     assert str(tmp_path / "nowhere") in str(refused.value)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may write anywhere, so what the system would say is put in its mouth.
+    asked: list[tuple[Path, int]] = []
+    monkeypatch.setattr(files.os, "access", lambda path, mode: asked.append((path, mode)))
+    with pytest.raises(UserError, match="cannot be written to; name another output"):
+        refuse_existing(tmp_path / "a.txt", overwrite=True)
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
 
 
 def test_an_output_named_without_a_folder_goes_into_the_current_one(

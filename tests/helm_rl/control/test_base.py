@@ -97,6 +97,21 @@ def test_an_observation_that_is_not_finite_leaves_the_target_alone(tmp_path: Pat
     assert policy.decide(row, 0.5, 0) != before
 
 
+def test_a_network_that_overflows_leaves_the_target_within_the_bounds(tmp_path: Path) -> None:
+    net = network(8)
+    with torch.no_grad():
+        for weight in net.actor.parameters():  # finite, each of them, and inf - inf in their sums
+            weight[...] = torch.where(torch.arange(weight.numel()).view_as(weight) % 2 == 0, 3e38, -3e38)
+    make_bundle(tmp_path / "b", net)
+    policy = BasePolicy.load(tmp_path / "b")
+    policy.reset(0)
+    rows = observations(2, 20).numpy()
+    with np.errstate(all="ignore"):
+        assert np.isnan(policy.action(rows[0])).all()
+    targets = [policy.decide(row, 0.4, 0) for row in rows]
+    assert all(0.1 <= target <= 0.9 for target in targets), targets
+
+
 def test_an_observation_of_another_shape_is_an_error(tmp_path: Path) -> None:
     make_bundle(tmp_path / "b", network(11))
     policy = BasePolicy.load(tmp_path / "b")

@@ -1,0 +1,421 @@
+"""The embedding cache's kernels on a CUDA device, through CuPy.
+
+This has never run on a GPU yet. The kernels are compiled for sm_80 and sm_90 and, with the launches below, run on the
+host against the CPU backend; `make gpu-check` is what a GPU has still to say. `EmbeddingCache` does not use it yet.
+
+The pool's metadata stay on the host, where other members and leases change them; what a batch needs of them is copied
+to the device when it has changed. Which pages to take or give up is decided by the CPU backend's own kernels, from the
+device's fill levels, hand and stack; the device erases what was on them.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_engine.backends.cpu import embedding as cpu
+from cache_engine.backends.cpu.pool import FREE_COUNT, PoolState
+
+THREADS = 256  # of a block; the kernels' launch bounds
+_LEAST_PLACES = 2
+_GROUP_BITS = 1024  # keys whose numbers share a base
+
+# CudaScratch.totals
+UNIQUE = 0
+WAITING = 1
+N_TOTALS = 6
+
+
+class CudaUnavailableError(RuntimeError):
+    """CuPy or a CUDA device is missing; the message says which."""
+
+
+class Device(Protocol):
+    """What the backend asks of a device; arrays are the device's own, with a NumPy dtype and a shape."""
+
+    def array(self, values: npt.NDArray[Any]) -> Any:
+        """Return a new array with a copy of `values`."""
+        ...
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Return a new array whose contents are not defined."""
+        ...
+
+    def write(self, array: Any, values: npt.NDArray[Any]) -> None:
+        """Copy `values`, of the array's dtype and shape, into it."""
+        ...
+
+    def read(self, array: Any, count: int | None = None) -> npt.NDArray[Any]:
+        """Return a copy of the array, or of its first `count` rows, after all launches so far."""
+        ...
+
+    def launch(self, kernel: str, threads: int, *arguments: Any) -> None:
+        """Run at least `threads` threads of a kernel after all launches so far; arguments are arrays and integers."""
+        ...
+
+
+class CupyDevice:
+    """The current CUDA device of CuPy: everything in order on one stream.
+
+    Args:
+        stream: the stream; by default CuPy's current one.
+
+    Raises:
+        CudaUnavailableError: CuPy is not installed, or there is no device.
+    """
+
+    def __init__(self, stream: Any = None) -> None:
+        try:
+            import cupy
+        except ImportError as e:
+            raise CudaUnavailableError(
+                f"backend 'cuda' needs CuPy, which cannot be imported ({e}): install helm-rl[cuda13], or "
+                "helm-rl[cuda12] for a driver of CUDA 12"
+            ) from e
+        try:
+            devices = cupy.cuda.runtime.getDeviceCount()
+        except Exception as e:  # without a driver CuPy raises instead of counting none
+            raise CudaUnavailableError(
+                f"backend 'cuda' needs an NVIDIA GPU and its driver; CuPy finds none ({e})"
+            ) from e
+        if devices < 1:
+            raise CudaUnavailableError("backend 'cuda' needs an NVIDIA GPU; CuPy finds none")
+        self._cupy = cupy
+        self.stream = cupy.cuda.get_current_stream() if stream is None else stream
+        self._module = cupy.RawModule(code=kernel_source(), options=("-std=c++17",))
+        self._kernels: dict[str, Any] = {}
+
+    def array(self, values: npt.NDArray[Any]) -> Any:
+        """Return a new array with a copy of `values`."""
+        array = self.empty(values.shape, values.dtype)
+        self.write(array, values)
+        return array
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Return a new array whose contents are not defined."""
+        with self.stream:
+            return self._cupy.empty(shape, dtype)
+
+    def write(self, array: Any, values: npt.NDArray[Any]) -> None:
+        """Copy `values`, of the array's dtype and shape, into it; they may change as soon as this returns."""
+        if values.size:
+            array.set(np.ascontiguousarray(values), stream=self.stream)
+
+    def read(self, array: Any, count: int | None = None) -> npt.NDArray[Any]:
+        """Return a copy of the array, or of its first `count` rows, after all launches so far."""
+        result: npt.NDArray[Any] = array[:count].get(stream=self.stream)
+        return result
+
+    def launch(self, kernel: str, threads: int, *arguments: Any) -> None:
+        """Run at least `threads` threads of a kernel after all launches so far; arguments are arrays and integers."""
+        if kernel not in self._kernels:
+            self._kernels[kernel] = self._module.get_function(kernel)
+        # CuPy passes arguments as they come: every integer of these kernels is 64 bits wide.
+        values = tuple(np.int64(a) if isinstance(a, (int, np.integer)) else a for a in arguments)
+        with self.stream:
+            self._kernels[kernel]((max(1, -(-threads // THREADS)),), (THREADS,), values)
+
+
+def kernel_source() -> str:
+    """Return the text of kernels.cu."""
+    return resources.files(__package__).joinpath("kernels.cu").read_text(encoding="utf-8")
+
+
+class CudaScratch(NamedTuple):
+    """Room on the device for one batch of at most B keys, with H >= 2 B places of hash tables, a power of two.
+
+    The first five are the outputs, as in the CPU backend's EmbeddingScratch.
+    """
+
+    slots: Any  # int32 [B] slot of each key, -1: served past the cache
+    miss: Any  # int32 [B] number of the key's unique miss, -1: hit
+    first: Any  # int32 [B] of each unique miss: position of its first occurrence
+    place: Any  # int32 [B] of each unique miss: its entry, -1: none
+    miss_slot: Any  # int32 [B] of each unique miss: its slot, -1: served past the cache
+    cell: Any  # int32 [B] place in `seen` of each missed key, -1: hit
+    seen: Any  # int32 [H] least position of the missed key at this place
+    group: Any  # int32 [B] place of each unique miss's index set in the next two
+    group_set: Any  # int32 [H] first entry of the index set
+    group_top: Any  # int32 [H * WAYS] the least numbers of misses of the set
+    first_bits: Any  # uint32 [B / 32] set for the first occurrence of each unique miss
+    waiting_bits: Any  # uint32 [B / 32] set for each unique miss that took an empty entry
+    sums: Any  # int32 [B / 1024] set bits of each group
+    first_bases: Any  # int32 [B / 1024] set bits before each group
+    waiting_bases: Any  # int32 [B / 1024]
+    totals: Any  # int64 [N_TOTALS]
+    gone: Any  # int64 [1] rows that an invalidation found
+
+
+class PoolMirror(NamedTuple):
+    """What the device knows of the pool; names as in PoolState."""
+
+    pins: Any  # int32 [P]
+    draining: Any  # uint8 [P]
+    lists: Any  # int32 [P] this member's row alone
+
+
+class CudaEmbedding:
+    """The embedding cache of one pool member, its state on a device; see the CPU backend's kernels for what it does.
+
+    A batch is `lookup`, then `publish`; with payload `store_rows` between them and `gather_rows` after. Not
+    thread-safe: hold the pool's lock.
+
+    Args:
+        pool: the pool's state, on the host.
+        rows_per_page: rows in a page.
+        max_pages: most pages that the member can own; sizes the index.
+        member: the member's number.
+        device: where the state lives.
+
+    Attributes:
+        state: as the CPU backend's EmbeddingState, but arrays of the device.
+        scratch: outputs of the last batch, arrays of the device.
+    """
+
+    def __init__(self, pool: PoolState, rows_per_page: int, max_pages: int, member: int, device: Device) -> None:
+        self.device = device
+        self.pool = pool
+        self.member = member
+        self.rows_per_page = rows_per_page
+        host = cpu.new_embedding_state(pool.owner.size, rows_per_page, max_pages, member)
+        self.state = cpu.EmbeddingState(*(device.array(a) for a in host))
+        self.scratch = self._new_scratch(1024)
+        self.published = True
+        self._n = 0
+        self._unique = 0
+        self._sent: list[npt.NDArray[Any]] = [a.copy() for a in self._pool_arrays()]
+        self._mirror = PoolMirror(*(device.array(a) for a in self._sent))
+
+    def lookup(self, tables: Any, keys: Any) -> int:
+        """Look up a batch and choose what it evicts; return the number of unique misses.
+
+        What the misses evicted is erased from the index; the index learns of their own rows by `publish`.
+
+        Args:
+            tables: int16 [n], table of each key; of NumPy or of the device, as the keys.
+            keys: int64 [n].
+
+        Raises:
+            RuntimeError: the batch before was not published.
+            TypeError, ValueError: wrong dtypes or shapes; nothing has changed then.
+        """
+        self._check_published()
+        tables, keys = self._batch(tables, keys)
+        n = int(keys.size)
+        if n > self.scratch.slots.size:
+            self.scratch = self._new_scratch(n)
+        self._send_pool()
+        emb, s, pool, launch = self.state, self.scratch, self._mirror, self.device.launch
+        places = _places(n)
+        groups = -(-n // _GROUP_BITS)
+        self.published = False
+        self._n = n
+        launch(
+            "begin_batch", places, emb.scalars, emb.fill, emb.fresh, s.totals, s.seen, s.group_set, s.group_top,
+            s.first_bits, s.waiting_bits, int(self.pool.owned[self.member]), n, places,
+        )  # fmt: skip
+        launch(
+            "probe", n, emb.key, emb.table, emb.slot, emb.last, emb.scalars, tables, keys, s.slots, s.miss, s.cell,
+            s.seen, n, places,
+        )  # fmt: skip
+        launch("mark_first", n, s.cell, s.seen, s.first_bits, n)
+        launch("sum_bits", groups, s.first_bits, s.sums, n)
+        launch("base_bits", groups, s.sums, s.first_bases, s.totals, UNIQUE, groups)
+        launch(
+            "number_misses", n, tables, keys, emb.scalars, s.cell, s.seen, s.first_bits, s.first_bases, s.miss, s.first,
+            s.place, s.group, s.group_set, s.group_top, n, places,
+        )  # fmt: skip
+        # How many unique misses there are is known on the device alone: there may be one for each key.
+        launch(
+            "claim_entries", n, emb.slot, emb.last, pool.pins, pool.draining, emb.scalars, s.totals, s.group,
+            s.group_top, s.place, s.miss_slot, s.waiting_bits,
+        )  # fmt: skip
+        launch("sum_bits", groups, s.waiting_bits, s.sums, n)
+        launch("base_bits", groups, s.sums, s.waiting_bases, s.totals, WAITING, groups)
+        launch(
+            "admit", n, emb.key, emb.table, emb.slot, emb.last, emb.fill, emb.fresh, emb.counters, emb.scalars,
+            s.totals, tables, keys, s.first, s.place, s.miss_slot, s.waiting_bits, s.waiting_bases,
+        )  # fmt: skip
+        launch(
+            "take_windows", n, emb.slot, emb.entry, emb.last, pool.pins, pool.draining, pool.lists, emb.counters,
+            emb.scalars, s.totals, s.place, s.miss_slot, s.waiting_bits, s.waiting_bases,
+        )  # fmt: skip
+        launch("deliver", n, emb.fill, emb.fresh, emb.scalars, emb.counters, s.totals, s.miss, s.miss_slot, s.slots, n)
+        self._unique = int(self.device.read(s.totals)[UNIQUE])
+        return self._unique
+
+    def publish(self) -> None:
+        """Let the index tell of the rows that the last batch admitted, once they are in their slots."""
+        if self.published:
+            raise RuntimeError("there is no batch to publish")
+        emb, s = self.state, self.scratch
+        self.device.launch("publish", self._unique, emb.slot, emb.entry, s.totals, s.place, s.miss_slot)
+        self.published = True
+
+    def retract(self) -> None:
+        """Take back the last batch, published or not, whose rows did not come. Its victims stay evicted."""
+        if not self.published:
+            self.publish()
+        emb, s = self.state, self.scratch
+        self.device.launch(
+            "retract", self._n, emb.slot, emb.entry, emb.last, emb.scalars, emb.counters, s.miss, s.first, s.miss_slot,
+            self._n,
+        )  # fmt: skip
+        self._n = 0
+
+    def store_rows(self, storage: Any, page_bytes: int, staged: Any) -> None:
+        """Copy the rows that the last batch fetched into their slots.
+
+        Args:
+            storage: uint8, the pool's bytes on the device.
+            page_bytes: bytes of a page.
+            staged: uint8 [m, row_bytes], rows of the unique misses in order; on the device.
+        """
+        unit, units = _units(staged.shape[1], page_bytes, self._unique)
+        s = self.scratch
+        self.device.launch(
+            f"store_rows_{unit}", self._unique * units, storage, staged, s.miss_slot, page_bytes, self.rows_per_page,
+            units, self._unique,
+        )  # fmt: skip
+
+    def gather_rows(self, storage: Any, page_bytes: int, staged: Any, out: Any) -> None:
+        """Copy the rows of all keys of the last batch into `out`, uint8 [n, row_bytes]; others as in `store_rows`."""
+        unit, units = _units(out.shape[1], page_bytes, self._n)
+        s = self.scratch
+        self.device.launch(
+            f"gather_rows_{unit}", self._n * units, storage, staged, s.slots, s.miss, out, page_bytes,
+            self.rows_per_page, units, self._n,
+        )  # fmt: skip
+
+    def invalidate(self, tables: Any, keys: Any) -> int:
+        """Forget rows, as after an update of their table; return how many were cached. Arguments as of `lookup`."""
+        self._check_published()
+        tables, keys = self._batch(tables, keys)
+        n = int(keys.size)
+        emb, gone = self.state, self.scratch.gone
+        self.device.write(gone, np.zeros(1, np.int64))
+        self.device.launch(
+            "invalidate", n, emb.key, emb.table, emb.slot, emb.entry, emb.last, emb.scalars, tables, keys, gone, n
+        )
+        return int(self.device.read(gone)[0])
+
+    def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
+        """Give up at most `budget` pages over the goal, as the CPU backend's `release_pages`; return how many."""
+        pool, member = self.pool, self.member
+        if pool.n_draining[member] == 0 and pool.owned[member] <= pool.goal[member]:
+            return 0
+        self._check_published()
+        pages = self._pages()
+        filled = pages.fill.copy()
+        generation = pool.generation.copy()
+        gone = int(cpu.release_pages(pages, pool, budget, now_ns, limit_ns))
+        emb = self.state
+        for page in np.flatnonzero(pool.generation != generation):
+            rows = int(filled[page])
+            if rows:
+                self.device.launch(
+                    "unpublish_page", rows, emb.slot, emb.entry, emb.counters, emb.scalars, int(page), rows
+                )
+        self._send_pages(pages)
+        return gone
+
+    def accept(self, budget: int) -> int:
+        """Take at most `budget` FREE pages under the goal, as the CPU backend's `accept_pages`; return how many."""
+        pool, member = self.pool, self.member
+        if pool.owned[member] >= pool.goal[member] or pool.scalars[FREE_COUNT] == 0:
+            return 0
+        self._check_published()
+        pages = self._pages()
+        came = int(cpu.accept_pages(pages, pool, budget))
+        self._send_pages(pages)
+        return came
+
+    def _pages(self) -> cpu.EmbeddingState:
+        """Return on the host what the CPU backend decides about pages by.
+
+        An `entry` that is EMPTY wherever one looks, and takes no room, makes it leave the index alone.
+        """
+        emb, device = self.state, self.device
+        none = np.full(1, cpu.EMPTY, np.int32)
+        return cpu.EmbeddingState(
+            key=np.zeros(1, np.int64),
+            table=np.zeros(1, np.int16),
+            slot=none,
+            entry=np.lib.stride_tricks.as_strided(none, (self.pool.owner.size * self.rows_per_page,), (0,)),
+            last=np.zeros(1, np.uint32),
+            fill=device.read(emb.fill),
+            fresh=device.read(emb.fresh),
+            scalars=device.read(emb.scalars),
+            counters=np.zeros(cpu.N_COUNTERS, np.int64),
+        )
+
+    def _send_pages(self, pages: cpu.EmbeddingState) -> None:
+        for name in ("fill", "fresh", "scalars"):
+            self.device.write(getattr(self.state, name), getattr(pages, name))
+
+    def _pool_arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        return self.pool.pins, self.pool.draining, self.pool.lists[self.member]
+
+    def _send_pool(self) -> None:
+        for sent, array, here in zip(self._sent, self._mirror, self._pool_arrays(), strict=True):
+            if not np.array_equal(sent, here):
+                sent[:] = here
+                self.device.write(array, sent)
+
+    def _batch(self, tables: Any, keys: Any) -> tuple[Any, Any]:
+        for array, dtype, name in ((tables, np.int16, "tables"), (keys, np.int64, "keys")):
+            if array.dtype != dtype:
+                raise TypeError(f"{name} must be {np.dtype(dtype)}, got {array.dtype}")
+            if array.ndim != 1 or not array.flags.c_contiguous:
+                raise ValueError(f"{name} must be one-dimensional and contiguous, got shape {array.shape}")
+        if tables.size != keys.size:
+            raise ValueError(f"tables must have one entry per key: {tables.size} for {keys.size} keys")
+        if keys.size >= 2**29:
+            raise ValueError(f"a batch must have fewer than 2**29 keys, got {keys.size}")
+        tables, keys = (self.device.array(a) if isinstance(a, np.ndarray) else a for a in (tables, keys))
+        return tables, keys
+
+    def _check_published(self) -> None:
+        if not self.published:
+            raise RuntimeError("publish (or retract) the last batch first")
+
+    def _new_scratch(self, batch: int) -> CudaScratch:
+        empty = self.device.empty
+        places = _places(batch)
+        words = -(-batch // 32)
+        groups = -(-batch // _GROUP_BITS)
+        return CudaScratch(
+            slots=empty(batch, np.int32),
+            miss=empty(batch, np.int32),
+            first=empty(batch, np.int32),
+            place=empty(batch, np.int32),
+            miss_slot=empty(batch, np.int32),
+            cell=empty(batch, np.int32),
+            seen=empty(places, np.int32),
+            group=empty(batch, np.int32),
+            group_set=empty(places, np.int32),
+            group_top=empty(places * cpu.WAYS, np.int32),
+            first_bits=empty(words, np.uint32),
+            waiting_bits=empty(words, np.uint32),
+            sums=empty(groups, np.int32),
+            first_bases=empty(groups, np.int32),
+            waiting_bases=empty(groups, np.int32),
+            totals=empty(N_TOTALS, np.int64),
+            gone=empty(1, np.int64),
+        )
+
+
+def _places(n: int) -> int:
+    return max(_LEAST_PLACES, 1 << max(0, 2 * n - 1).bit_length())
+
+
+def _units(row_bytes: int, page_bytes: int, rows: int) -> tuple[int, int]:
+    """Return the bytes of the widest unit that rows can be copied in, and units per row."""
+    unit = next(u for u in (16, 4, 1) if row_bytes % u == 0 and page_bytes % u == 0)
+    units = row_bytes // unit
+    if rows * units >= 2**31:
+        raise ValueError(f"{rows} rows of {row_bytes} bytes are too many for one batch: copy fewer than 2**31 units")
+    return unit, units

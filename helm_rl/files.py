@@ -13,7 +13,7 @@ from helm_rl.errors import UserError
 
 
 def refuse_existing(path: Path, overwrite: bool = False) -> None:
-    """Raise UserError if `path` exists and may not be replaced, or if its parent folder does not exist or is closed to us.
+    """Raise UserError if `path` exists and may not be replaced, or its parent folder does not or may not be written to.
 
     A symbolic link to nothing exists; with `overwrite` the link is replaced, as is one to a file or folder.
     """
@@ -37,6 +37,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
         _sync(aside)
         os.chmod(aside, 0o666 & ~_umask())
         os.replace(aside, path)
+    except OSError as error:
+        _name(error, path)
+        raise
     finally:
         aside.unlink(missing_ok=True)
 
@@ -64,6 +67,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             if os.path.lexists(old):
                 os.replace(old, path)
             raise
+    except OSError as error:
+        _name(error, path)
+        raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         if old.is_symlink():
@@ -76,6 +82,12 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8 in one step: the old content or the whole new one, never a part."""
     with atomic_file(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def _name(error: OSError, path: Path) -> None:
+    """Say what was being written, where the system does not: a full disk names no file."""
+    if error.errno is not None and error.filename is None:
+        error.filename = str(path)
 
 
 def _sync(path: Path) -> None:

@@ -92,7 +92,7 @@ class LoadPhase(_Section):
     """A stretch of time with additional load: it adds to [load], it does not replace it."""
 
     start_s: Annotated[Real, Field(ge=0)]
-    seconds: Annotated[Real, Field(gt=0)]
+    seconds: Annotated[Real, Field(ge=0.001)]
     rate: _RequestRate  # requests/s, at its start
     rate_end: _RequestRate | None = None  # requests/s at its end; None: constant
     ramp_s: Annotated[Real, Field(ge=0)] = 0.0  # it comes up over its first, and goes down over its last, ramp_s
@@ -254,6 +254,10 @@ def _explain(path: Path, text: str, error: ValidationError) -> str:
         message = f"unknown key {field}; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
     elif kind == "missing":
         message = f"{field} is missing"
+    elif kind in ("model_type", "tuple_type"):
+        message = f"{field} must be " + (
+            f"a list of tables, [[{field}]]" if kind == "tuple_type" else f"a table, [{field}]"
+        )
     elif kind == "value_error":
         message = str(first["ctx"]["error"])
         message = message if not field else f"[{field}] {message}"

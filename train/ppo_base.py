@@ -25,6 +25,7 @@ import dataclasses
 import importlib.util
 import math
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -56,6 +57,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from helm_rl import __version__
 from helm_rl.checkpoint import (
+    STATE_FILE,
     BoundsSection,
     EnvironmentSection,
     ObservationSection,
@@ -392,6 +394,12 @@ def make_run_folder(runs: Path, env_id: str, exp_name: str, seed: int) -> Path:
     raise UserError(f"--runs {runs}: 9,999 runs named {name} exist already")
 
 
+def drop_unborn(run: Path) -> None:
+    """Remove the folder of a new run that ended before its first checkpoint: nothing in it could be gone on with."""
+    if not (run / STATE_FILE).exists():
+        shutil.rmtree(run, ignore_errors=True)
+
+
 def resumed_args(args: Args, saved: dict[str, Any], run: Path) -> Args:
     """Return the arguments that a run was started with, and of `args` only what may change.
 
@@ -492,6 +500,8 @@ def train(args: Args) -> Path:
 
         # Logging: TensorBoard always, Weights and Biases on request
         run = args.resume or make_run_folder(args.runs, args.env_id, args.exp_name, args.seed)
+        if saved is None:
+            stack.callback(drop_unborn, run)
         wandb_id = None if saved is None else saved[0].wandb_id
         if args.track:
             wandb_run = start_tracking(args, run, wandb_id)
@@ -624,9 +634,6 @@ def learn(
     task = progress.add_task("training", total=num_iterations, completed=iteration)
     try:
         progress.start()
-        if saved is None:
-            snapshot = take_snapshot()
-            save()
         while iteration < num_iterations:
             # Every so often the environments start afresh, from seeds that a resumed run can know
             if iteration % args.checkpoint_every == 0:
@@ -640,6 +647,10 @@ def learn(
                 obs, _ = envs.reset(seed=reset_seed(args.seed, iteration))
                 logged, episodes_at_reset = 0, episodes
                 episode_return[:], episode_length[:] = 0.0, 0
+            if snapshot is None and saved is None:
+                # Not earlier: environments that cannot even be reset leave no run behind
+                snapshot = take_snapshot()
+                save()
 
             # Annealing the rate
             lr = args.learning_rate * (1.0 - iteration / num_iterations if args.anneal_lr else 1.0)
@@ -766,9 +777,11 @@ def learn(
     except BaseException as error:
         progress.stop()
         save()
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) and saved_iterations is None:
+            console.print("stopped before there was anything to save")
+        elif isinstance(error, KeyboardInterrupt):
             console.print(
-                f"stopped: {saved_iterations or 0} of {num_iterations} iterations are saved; the one in "
+                f"stopped: {saved_iterations} of {num_iterations} iterations are saved; the one in "
                 f"progress is dropped, and done again by: helm-rl train base --resume {run}"
             )
         raise

@@ -21,6 +21,7 @@ from helm_rl.workloads.trace import Trace
 MAX_SAMPLED_SLOTS = 1 << 19  # against 1 << 22: hit rates within .001, P99 within 2.5 % near saturation, 6 times faster
 MAX_PAGES = 1 << 23  # 0.9 GiB of metadata
 MAX_REQUEST_ROWS = 1 << 22  # sampled rows; 0.3 GiB of scratch
+MAX_INTERVALS = 4_000_000  # 46 days of 1 s; each is kept, so this is GiBs and minutes
 _MIN_PAGES = 16
 _HEAD_ROWS = 65_536
 _RETURN_NS = 60_000_000_000
@@ -55,6 +56,13 @@ class NodeSim:
         trace = _plain(trace)
         if scenario.hardware.nodes != 1:
             raise UserError(f"hardware.nodes = {scenario.hardware.nodes}: one node is simulated, so it must be 1")
+        seconds = (int(trace.arrival_ns[-1]) - int(trace.arrival_ns[0])) / 1e9
+        if seconds > MAX_INTERVALS * scenario.control.interval_s:
+            raise UserError(
+                f"trace {trace.meta.name} lasts {seconds:,.0f} s, more than {MAX_INTERVALS:,} intervals of "
+                f"control.interval_s = {scenario.control.interval_s:g}; cut it, or speed it up (trace convert has "
+                "--end-s and --speed-up)"
+            )
         model = resolve_model(scenario.model)
         hardware = resolve_hardware(scenario.hardware)
         page_bytes = scenario.hardware.page_kib * 1024

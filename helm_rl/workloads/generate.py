@@ -200,6 +200,13 @@ def _arrivals(
     starts, under_way = _visit_starts(rate, edges, per_visit, think_s)
     cumulated = np.concatenate([[0.0], np.cumsum(starts * np.diff(edges))])
 
+    # A visit is drawn to its end, wherever that is; most of a long one may lie past the load's.
+    drawn = (under_way + cumulated[-1]) * per_visit
+    if drawn > MAX_REQUESTS:
+        raise UserError(
+            f"requests_per_visit = {per_visit:g} with think_s = {think_s:g} makes visits so long that {drawn:.1e} "
+            f"requests would be drawn, most of them past the end; at most {MAX_REQUESTS:.0e} can be: lower one of them"
+        )
     begun = np.interp(rng.random(rng.poisson(cumulated[-1])) * cumulated[-1], cumulated, edges)
     joined = rate.start_s + rng.exponential(think_s, size=rng.poisson(under_way))
     first_s = np.concatenate([joined, begun])

@@ -188,7 +188,7 @@ def test_a_folder_on_a_full_disk_leaves_the_old_content(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"), atomic_folder(path) as aside:
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"), atomic_folder(path) as aside:
         (aside / "a").write_text("new")
     assert content(tmp_path) == {"bundle/a": "old"}
 

@@ -170,6 +170,7 @@ def test_a_scenario_cannot_be_changed() -> None:
             None,
             "load.phase[1].ramp_s = 3 must be at most half of seconds = 5",
         ),
+        ("start_s = 20\nseconds = 5", "start_s = 20\nseconds = 1e-15", 16, "load.phase[1].seconds = 1e-15"),
         ("start_s = 20", "start_s = 596", None, "load.phase[1] ends at 601 s, after the end at seconds = 600"),
         ("[load]", "[control]\nalpha_min = 0.9\nalpha_max = 0.2\n[load]", 4, "alpha_min = 0.9 must be below"),
         ("[load]", "[control]\ninterval_s = 60\n[load]", 5, "control.interval_s = 60"),
@@ -201,7 +202,8 @@ def test_errors_name_file_line_and_field(tmp_path: Path, old: str, new: str, lin
         (b"name = 'a'\nslo_ms = \xff\n", "line 2: not UTF-8"),
         (b"\x00\x01\x02", "is not valid TOML"),
         (b"# " + b"x" * (1 << 20), "too many for a scenario"),
-        (b"load = 3\nname = 'a'\nslo_ms = 3", "load"),
+        (b"load = 3\nname = 'a'\nslo_ms = 3", "line 1: load must be a table, [load]"),
+        (b"name = 'a'\nslo_ms = 3\n[load.phase]\nrate = 3", "load.phase must be a list of tables, [[load.phase]]"),
         (b"name = 'a'\nslo_ms = 3\n[load]\nrate = 0", "there would be no request"),
     ],
 )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import train.ppo_base
+from envs.vector import NodeVectorEnv
 from helm_rl.checkpoint import load_bundle, load_training_state
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
@@ -133,3 +134,31 @@ def test_a_wrong_scenario_or_trace_is_named_before_anything_is_made(small: Args,
     with pytest.raises(UserError, match=r"none\.parquet"):
         train.ppo_base.train(dataclasses.replace(small, trace=tmp_path / "none.parquet", runs=runs))
     assert not runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("seconds = 0.4", "less than one interval"),
+        ("seconds = 40\n[hardware]\npage_kib = 1", r"hardware\.page_kib = 1 is too small"),
+    ],
+)
+def test_a_scenario_that_cannot_run_leaves_no_run_behind(small: Args, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(f'name = "wrong"\nslo_ms = 100\n{line}\n')
+    with pytest.raises(UserError, match=message):
+        train.ppo_base.train(dataclasses.replace(small, scenario=str(path), runs=tmp_path / "runs"))
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_ctrl_c_before_the_first_checkpoint_leaves_no_run_behind(
+    small: Args, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NodeVectorEnv, "reset", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train.ppo_base.train(dataclasses.replace(small, runs=tmp_path / "runs"))
+    assert "--resume" not in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []

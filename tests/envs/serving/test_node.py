@@ -457,6 +457,7 @@ def unsound() -> Trace:
         ({"hardware__profile": "tpu"}, None, "hardware.profile = 'tpu' is unknown; known: a100-80g"),
         ({"model__profile": "gpt"}, None, "model.profile = 'gpt' is unknown; known: decoder-0.2b"),
         ({"model__heads": 16, "model__kv_heads": 3}, None, "must be a multiple of model.kv_heads"),
+        ({}, lambda: trace([0.0, 5e9]), "lasts 5,000,000 s, more than 4,000,000 intervals"),
         ({}, lambda: trace([0.0], history=50_000_000), "history of 50000000 tokens"),
         ({"model__candidates": 1_000_000, "model__features_per_token": 100}, None, "model.candidates = 1000000"),
     ],

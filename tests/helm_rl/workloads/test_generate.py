@@ -292,6 +292,8 @@ def test_a_burst_trace_takes_well_under_a_second() -> None:
 def test_what_cannot_be_generated_is_refused() -> None:
     with pytest.raises(UserError, match="lower seconds or the rates"):
         generate(scenario(seconds=1e7, rate=1e4))
+    with pytest.raises(UserError, match=r"requests_per_visit = 100 with think_s = 86400 .* 5\.1e\+08 requests would"):
+        generate(scenario(seconds=30, rate=60, requests_per_visit=100, think_s=86_400))
     with pytest.raises(UserError, match="has no request"):
         generate(scenario(seconds=0.001, warm_s=0, rate=1e-6))
     with pytest.raises(UserError, match="seed = -1"):

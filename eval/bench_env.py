@@ -16,6 +16,7 @@ from helm_rl.figures import Figure, write_figures
 from helm_rl.files import refuse_existing
 
 GOAL_REQUESTS_PER_S = 30_000.0
+MOST_SECONDS = 86_400.0
 
 
 @dataclass
@@ -44,8 +45,12 @@ def main(args: Args) -> None:
     """Print the table and write the figures."""
     if args.json is not None:
         refuse_existing(args.json, args.overwrite)
-    if args.seconds < 1 or args.repeats < 1:
-        raise UserError("--seconds and --repeats must be at least 1")
+        if args.json.is_dir():
+            raise UserError(f"{args.json} is a folder; name a file")
+    if not 1 <= args.seconds <= MOST_SECONDS:  # NaN is not
+        raise UserError(f"--seconds must lie in 1 to {MOST_SECONDS:,.0f}, got {args.seconds}")
+    if args.repeats < 1:
+        raise UserError(f"--repeats must be at least 1, got {args.repeats}")
     figures = measure(args)
     table = Table(title=f"Simulator on one core, scenario {args.scenario}", title_justify="left")
     table.add_column("figure")
@@ -73,11 +78,12 @@ def measure(args: Args) -> dict[str, Figure]:
     fields = scenario.model_dump() | {"seconds": max(scenario.seconds, args.seconds), "warm_s": warm_s}
     whole = Scenario.model_validate(fields)
     load = whole.load.model_dump()
-    cold = Scenario.model_validate(fields | {"load": load | {"phase": ()}})
     figures: dict[str, Figure] = {}
     served = _serve(whole, args)
     figures["env.requests_per_s"] = Figure(served.requests / served.seconds, "1/s", "higher", GOAL_REQUESTS_PER_S)
-    figures["env.requests_per_s.cold"] = _rate(_serve(cold, args))
+    if whole.load.rate > 0:
+        cold = load | {"phase": ()}
+        figures["env.requests_per_s.cold"] = _rate(_serve(Scenario.model_validate(fields | {"load": cold}), args))
     if whole.load.phase:
         # The base load cannot be left out: it is the scenario's. A thousandth of it stays.
         quiet = load | {"rate": load["rate"] / 1000, "rate_end": None}

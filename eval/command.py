@@ -118,5 +118,5 @@ def policy_contestant(path: Path, scenario: Scenario) -> Contestant:
 
 
 def console() -> Console:
-    """Where tables go: stdout, at a fixed width where it is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    """Where tables go: stdout, at a fixed width where it is no terminal. A name with [brackets] in it is no markup."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False, emoji=False)

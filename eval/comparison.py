@@ -263,6 +263,11 @@ def compare(
     draws: list[tuple[int | None, Trace | None]]
     steady: Curve | None = None
     if trace is None:
+        if scenario.load.rate == 0:
+            raise UserError(
+                f"scenario {scenario.name}: load.rate is 0, so there is no Steady load to choose the deployable static "
+                "on; give load.rate some requests per second"
+            )
         draws = [(SEEDS_FROM + first_seed + index, None) for index in range(seeds)]
         steady, deployable = _steady_optimum(scenario, work, min(seeds, 2), first_seed, step)
         basis = f"least P99 on the Steady load ({scenario.load.rate:g} requests/s, no phases), other arrivals"
@@ -325,8 +330,8 @@ def provenance(comparison: Comparison) -> dict[str, str]:
 
 def check_draws(first_seed: int, seeds: int) -> None:
     """Raise UserError unless at least one draw is asked for and all of them are among the held-out seeds."""
-    if seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {seeds}")
+    if not 1 <= seeds <= MOST_DRAWS:
+        raise UserError(f"--seeds must be at least 1{'' if seeds < 1 else f' and at most {MOST_DRAWS}'}, got {seeds}")
     if first_seed < 0 or first_seed + seeds > MOST_DRAWS:
         raise UserError(f"--seed must lie in 0 to {MOST_DRAWS - seeds}, got {first_seed}")
 

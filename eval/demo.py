@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,8 @@ def run(args: Args, size: Size) -> Comparison:
 
 def refuse_output(output: Path, overwrite: bool) -> None:
     """Raise UserError unless `output` is free, or holds nothing but an earlier demo and may be replaced."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError, NotADirectoryError):  # said better below
+        output.parent.mkdir(parents=True, exist_ok=True)
     refuse_existing(output, overwrite)
     if not output.exists():
         return

@@ -79,6 +79,7 @@ _STYLE: dict[str, Any] = {
     "ytick.labelcolor": INK,
     "legend.frameon": False,
     "svg.fonttype": "path",
+    "text.parse_math": False,  # a name with $ in it is no formula
     "svg.hashsalt": "helm-rl",
 }
 

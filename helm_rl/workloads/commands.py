@@ -148,7 +148,7 @@ def inspect(args: InspectArgs) -> None:
             raise UserError(f"{args.json} is the trace itself; name another file for --json")
     with _working(f"reading {args.file.name}"):
         summary = summarise(Trace.load(args.file))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, emoji=False)
     for table in tables(summary):
         console.print(table)
     if args.json is not None:

@@ -83,6 +83,19 @@ def test_ratio_gap_lists_every_segment(
     assert ["policy", "0.133", "0.133", "0.119", "0.119"] in cells
 
 
+def test_names_are_no_markup(fake: FakeServing, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    label = "[/b] $y^$ <i>"
+    fake.best = {"base": 0.6, label: 0.2}
+    path = tmp_path / "odd.toml"
+    text = SCENARIO.format(interval_s=1.0, rate=100).replace('name = "burst"', 'name = "[/red] :fire: $x_{"')
+    path.write_text(text.replace('label = "burst"', f'label = "{label}"'))
+    for command in ("p99", "ratio-gap"):
+        report = tmp_path / f"{command}.html"
+        assert cli(["eval", command, "--scenario", str(path), "--seeds", "1", "--report", str(report)]) == 0
+        assert "[/red] :fire: $x_{" in capsys.readouterr().out
+        assert "[/b] $y^$ &lt;i&gt;" in report.read_text()
+
+
 def test_without_a_policy_the_statics_are_mapped(scenario: str, fake: FakeServing) -> None:
     comparison = evaluate(EvalArgs(scenario=scenario, seeds=1))
     assert [row.key for row in comparison.rows] == [
@@ -118,6 +131,7 @@ def test_a_trace_file_takes_the_place_of_the_load(scenario: str, fake: FakeServi
     [
         ({"seeds": 0}, "--seeds must be at least 1, got 0"),
         ({"seeds": -3}, "--seeds must be at least 1, got -3"),
+        ({"seeds": 10**11}, "--seeds must be at least 1 and at most 1000000, got 100000000000"),
         ({"seed": -1}, "--seed must lie in 0 to 999997, got -1"),
         ({"seed": 999_998}, "--seed must lie in 0 to 999997, got 999998"),
         ({"jobs": 0}, "--jobs must be at least 1"),
@@ -170,6 +184,14 @@ def test_a_scenario_with_sparse_segments_is_refused(fake: FakeServing, tmp_path:
     path.write_text(SCENARIO.format(interval_s=1.0, rate=30).replace("seconds = 40\n", "seconds = 2\n"))
     with pytest.raises(UserError, match="1 of its segments hold too few requests"):
         evaluate(EvalArgs(scenario=str(path), seeds=1))
+
+
+def test_a_scenario_without_a_base_load_is_refused(fake: FakeServing, tmp_path: Path) -> None:
+    path = tmp_path / "phases.toml"
+    path.write_text(SCENARIO.format(interval_s=1.0, rate=0))
+    with pytest.raises(UserError, match=r"load\.rate is 0, so there is no Steady load"):
+        evaluate(EvalArgs(scenario=str(path), seeds=1))
+    assert fake.calls == []
 
 
 def test_a_bundle_for_another_interval_or_range_is_refused(make_bundle: MakeBundle) -> None:

@@ -121,6 +121,13 @@ def test_overwriting_spares_folders_that_no_demo_made(tmp_path: Path) -> None:
         refuse_output(tmp_path / "thesis.tex", overwrite=True)
 
 
+def test_a_file_is_no_folder_to_put_the_output_in(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for below in ("file/out", "file/sub/out"):
+        with pytest.raises(UserError, match="does not exist; make it first"):
+            refuse_output(tmp_path / below, overwrite=False)
+
+
 def test_a_negative_seed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--seed must lie in 0 to"):
         run(Args(output=tmp_path / "out", seed=-1), Size())

@@ -77,8 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     try:
         try:
+            _refuse_undecodable(arguments)
             _dispatch(arguments)
         except SystemExit:  # tyro's --help
             sys.stdout.flush()
@@ -106,6 +108,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename is not None else ""
         return _fail(f"error: {where}{error.strerror}", 2 if error.errno in _WRONG_PATH else 1)
     return 0
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null where stdout or stderr was closed: Python has None there, which many a print stumbles over."""
+    import os
+
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for as long as the process)
+
+
+def _refuse_undecodable(arguments: Sequence[str]) -> None:
+    """Raise UserError for bytes that are no text: Parquet, JSON and HTML, where file names end up, take none."""
+    for argument in arguments:
+        try:
+            argument.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"argument {argument!r} is not UTF-8 text; rename the file") from None
 
 
 def _dispatch(arguments: list[str]) -> None:

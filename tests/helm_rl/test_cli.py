@@ -291,6 +291,20 @@ def test_a_bug_keeps_its_traceback(probe: list[str], what: str, kind: type[Excep
     assert "cli_probe.py" in done.stderr
 
 
+def test_a_file_name_that_is_no_text_is_refused(probe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["probe", "run", "--what", os.fsdecode(b"n\xff.parquet")]) == 2
+    assert lines_of_error(capsys) == [r"error: argument 'n\udcff.parquet' is not UTF-8 text; rename the file"]
+
+
+@pytest.mark.parametrize(("arguments", "status"), [("--what print", 0), ("--what user", 2), ("--no-such-option 1", 2)])
+def test_closed_streams_are_no_bug(probe: list[str], arguments: str, status: int) -> None:
+    line = f"{shlex.join(probe)} {arguments}"
+    done = subprocess.run(["sh", "-c", f"{line} >&-"], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    assert subprocess.run(["sh", "-c", f"{line} >&- 2>&-"]).returncode == status
+
+
 def test_ctrl_c_ends_with_130_and_without_a_traceback(probe: list[str]) -> None:
     with subprocess.Popen(
         [*probe, "--what", "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

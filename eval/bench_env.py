@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from eval.command import console
@@ -51,7 +54,9 @@ def main(args: Args) -> None:
         raise UserError(f"--seconds must lie in 1 to {MOST_SECONDS:,.0f}, got {args.seconds}")
     if args.repeats < 1:
         raise UserError(f"--repeats must be at least 1, got {args.repeats}")
-    figures = measure(args)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+        figures = measure(args, progress)
     table = Table(title=f"Simulator on one core, scenario {args.scenario}", title_justify="left")
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -68,8 +73,8 @@ def main(args: Args) -> None:
         write_figures(args.json, figures)
 
 
-def measure(args: Args) -> dict[str, Figure]:
-    """Serve the loads and return the figures."""
+def measure(args: Args, progress: Progress) -> dict[str, Figure]:
+    """Serve the loads and return the figures; `progress` gets a task that counts the runs."""
     from envs.serving.stages import stage_seconds
     from helm_rl.scenario import Scenario, load_scenario
 
@@ -78,18 +83,26 @@ def measure(args: Args) -> dict[str, Figure]:
     fields = scenario.model_dump() | {"seconds": max(scenario.seconds, args.seconds), "warm_s": warm_s}
     whole = Scenario.model_validate(fields)
     load = whole.load.model_dump()
-    figures: dict[str, Figure] = {}
-    served = _serve(whole, args)
-    figures["env.requests_per_s"] = Figure(served.requests / served.seconds, "1/s", "higher", GOAL_REQUESTS_PER_S)
+    parts: dict[str, Any] = {}
     if whole.load.rate > 0:
-        cold = load | {"phase": ()}
-        figures["env.requests_per_s.cold"] = _rate(_serve(Scenario.model_validate(fields | {"load": cold}), args))
+        parts["cold"] = load | {"phase": ()}
     if whole.load.phase:
         # The base load cannot be left out: it is the scenario's. A thousandth of it stays.
-        quiet = load | {"rate": load["rate"] / 1000, "rate_end": None}
-        figures["env.requests_per_s.hot"] = _rate(_serve(Scenario.model_validate(fields | {"load": quiet}), args))
-    runs = [stage_seconds(served.node, served.requests) for _ in range(args.repeats + 1)]
-    stages = {name: min(run[name] for run in runs) for name in runs[0]}
+        parts["hot"] = load | {"rate": load["rate"] / 1000, "rate_end": None}
+    task = progress.add_task("serving", total=(1 + len(parts)) * (args.repeats + 1) + 1)
+
+    def advance() -> None:
+        progress.advance(task)
+
+    figures: dict[str, Figure] = {}
+    served = _serve(whole, args, advance)
+    figures["env.requests_per_s"] = Figure(served.requests / served.seconds, "1/s", "higher", GOAL_REQUESTS_PER_S)
+    for name, part in parts.items():
+        alone = _serve(Scenario.model_validate(fields | {"load": part}), args, advance)
+        figures[f"env.requests_per_s.{name}"] = Figure(alone.requests / alone.seconds, "1/s", "higher")
+    progress.update(task, description="stages")
+    stages = stage_seconds(served.node, served.requests, args.repeats)
+    advance()
     figures["env.row_lookups_per_s"] = Figure(served.lookups / stages["lookups"], "1/s", "higher")
     figures["env.rows_per_s"] = Figure(served.rows / served.seconds, "1/s", "higher")
     figures["env.interval_us"] = Figure(served.interval_us, "us", "lower")
@@ -109,8 +122,11 @@ class _Served:
     interval_us: float
 
 
-def _serve(scenario: Any, args: Args) -> _Served:
-    """Serve the first `args.seconds` of the scenario's load with alpha .5, the fastest of some runs."""
+def _serve(scenario: Any, args: Args, advance: Callable[[], None]) -> _Served:
+    """Serve the first `args.seconds` of the scenario's load with alpha .5, some times; return the fastest.
+
+    `advance` is called after each.
+    """
     from envs.serving.node import NodeSim
     from helm_rl.observation import ObservationBuilder
     from helm_rl.workloads.generate import generate
@@ -139,9 +155,6 @@ def _serve(scenario: Any, args: Args) -> _Served:
         served = _Served(node, requests, loop_s, node.simulated_lookups - before, rows, float(np.median(python_us)))
         if best is None or served.seconds < best.seconds:
             best = served
+        advance()
     assert best is not None
     return best
-
-
-def _rate(served: _Served) -> Figure:
-    return Figure(served.requests / served.seconds, "1/s", "higher")

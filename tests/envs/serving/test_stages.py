@@ -16,6 +16,7 @@ def test_stages_of_the_whole_trace() -> None:
     served = node.simulated_lookups
     seconds = stage_seconds(node, 10 * len(made))  # asked for more requests than there are
     assert set(seconds) == {"rows", "lookups", "kv"}
-    assert all(value > 0 for value in seconds.values())
+    # The first run of each, which compiles it, is no measurement: it made lookups seem to take no time at all.
+    assert all(value > 1e-6 for value in seconds.values())
     # The stages make the very lookups that the loop makes: nothing is shed here, and prefixes are the same.
     assert node.simulated_lookups == served

@@ -198,7 +198,7 @@ class Comparison:
         return stars.std(axis=0, ddof=1)
 
     def figures(self) -> dict[str, Figure]:
-        """Every figure of DESIGN section 7 that this evaluation knows, by name. No timing is among them."""
+        """Every figure of this evaluation, by name. No timing is among them: the same seed gives the same figures."""
         pattern = f"{FAMILY}.{figure_word(self.pattern)}"
         found: dict[str, Figure] = {}
         for row in self.rows:
@@ -426,8 +426,7 @@ def _controllers(
     else:
         reference_key, reference = f"static_{hindsight:g}", best_static
 
-    # "An offline optimum worse than an online policy, unnoticed" (FAULTS, Training 12): noticed, and replayed
-    # again.
+    # A policy that beats the optimum found offline may be a mistake in either: it is replayed again, and reported.
     better = [policy for policy in policies if runs[policy.key].p99_ms < reference]
     again = work.run(scenario, trace, part, [(policy.make(), deployable, replay_seed) for policy in better])
     for policy, run in zip(better, again, strict=True):

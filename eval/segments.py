@@ -1,6 +1,6 @@
 """Segments of a trace and what one replay, or one alpha, scored in each: half by half, against the best alpha.
 
-A segment is a phase, or 60 s of a drift (DESIGN section 6); the trace names them. Its first half is the
+A segment is a phase, or 60 s of a drift; the trace names them. Its first half is the
 transition, its second half is settled.
 """
 

@@ -1,7 +1,7 @@
 """Statics over a grid of alphas on the same arrivals, their smoothed P99 curves, and the best alpha of each
 segment.
 
-alpha* (DESIGN section 6, CONTRACTS "alpha* and the reference schedule"): ln P99 over alpha is smoothed by a
+alpha*: ln P99 over alpha is smoothed by a
 local quadratic; its minimum is alpha*, and the alphas within 2 % of it are the flat set. Every alpha is
 replayed from the start of the warm-up, so each segment is met with caches that this alpha has filled. A segment
 is judged by its settled half: what an overload of the segment before left in the queue is not this segment's

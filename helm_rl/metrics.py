@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 SHED_FACTOR = 100.0
-"""A request that is shed or refused counts as this many times the SLO in every figure (DESIGN section 4)."""
+"""A request that is shed or refused counts as this many times the SLO in every figure."""
 
 
 @dataclass(frozen=True, slots=True)

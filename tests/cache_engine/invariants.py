@@ -1,4 +1,4 @@
-"""What must hold after every operation, read from the state of a pool and its caches (DESIGN, section 3)."""
+"""What must hold after every operation, read from the state of a pool and its caches."""
 
 from __future__ import annotations
 

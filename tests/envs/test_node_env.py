@@ -86,7 +86,7 @@ def test_spaces(env: HelmNodeEnv) -> None:
 
 
 def test_step_gives_pythons_own_types_and_arrays_of_its_own(env: HelmNodeEnv) -> None:
-    """FAULTS "Training" 8."""
+    """No NumPy scalars, and no buffer that a later step overwrites."""
     observations = [env.reset(seed=1)[0]]
     copies = [observations[0].copy()]
     for _ in range(10):

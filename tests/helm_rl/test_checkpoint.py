@@ -73,7 +73,7 @@ def test_a_bundle_comes_back_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["normaliser.mean", "normaliser.count", "actor.0.weight", "actor.4.bias"])
 def test_a_missing_tensor_is_refused(bundle: Path, name: str) -> None:
-    # FAULTS, Training 9: a policy without its normaliser must not load.
+    # A policy without its normaliser must not load.
     edit_tensors(bundle, lambda t: t.pop(name))
     with pytest.raises(UserError, match=rf"policy\.safetensors: tensor '{name}' is missing"):
         load_bundle(bundle)

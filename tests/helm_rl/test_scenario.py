@@ -32,7 +32,7 @@ requests_per_visit = 3
 """
 
 
-CONTRACT = """\
+DEFAULTS = """\
 name = "burst"
 slo_ms = 100
 seconds = 600
@@ -92,9 +92,8 @@ def test_shipped_scenarios_load_by_name_and_carry_it() -> None:
         assert load_scenario(name).name == name
 
 
-def test_the_contracts_example_states_the_defaults(tmp_path: Path) -> None:
-    """A file that says less means the same as CONTRACTS' example, which spells every default out."""
-    full = load_scenario(write(tmp_path, CONTRACT))
+def test_a_file_that_spells_the_defaults_out_means_the_same(tmp_path: Path) -> None:
+    full = load_scenario(write(tmp_path, DEFAULTS))
     phase = full.load.phase[0].model_dump()
     bare = Scenario.model_validate({"name": "burst", "slo_ms": 100, "load": {"phase": [phase]}})
     assert bare == full

@@ -57,7 +57,7 @@ def learned_value(runs: Path, name: str) -> float:
 
 
 def test_truncation_bootstraps_and_termination_does_not(tmp_path: Path) -> None:
-    # FAULTS, Training 1: reward 1 for ever, limit 50, gamma .9 is worth 1 / (1 - .9).
+    # Reward 1 for ever, limit 50, gamma .9 is worth 1 / (1 - .9).
     assert learned_value(tmp_path, "Constant") == pytest.approx(10.0, abs=0.3)
     # Over after 50 steps for good, which the observation does not tell apart: between the mean of (1 - .9^k) / .1 over
     # k = 1..50 and what one-step bootstrapping makes of it, v = 1 + .9 v * 49 / 50.
@@ -66,7 +66,7 @@ def test_truncation_bootstraps_and_termination_does_not(tmp_path: Path) -> None:
 
 
 def test_every_stored_transition_is_a_step_and_every_episode_is_logged(tmp_path: Path) -> None:
-    # FAULTS, Training 2
+    # The reset steps of gymnasium 1.x are no transitions.
     toys.Counting.resets = toys.Counting.steps = toys.Counting.finished = 0
     args = toy("Counting", tmp_path, total_timesteps=4 * 64 * 3, checkpoint_every=2)
     run = train.ppo_base.train(args)
@@ -82,7 +82,6 @@ def test_every_stored_transition_is_a_step_and_every_episode_is_logged(tmp_path:
 
 
 def test_the_normaliser_learns_in_training_alone_and_is_in_the_checkpoint(tmp_path: Path) -> None:
-    # FAULTS, Training 3
     args = toy("Reach", tmp_path)
     run = train.ppo_base.train(args)
     net = load_net(run)
@@ -112,7 +111,6 @@ def test_the_normaliser_learns_in_training_alone_and_is_in_the_checkpoint(tmp_pa
 def test_the_environment_gets_the_action_clipped_and_the_density_is_of_the_one_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # FAULTS, Training 4
     toys.Counting.actions.clear()
     drawn: list[torch.Tensor] = []
     log_prob = ActorCritic.log_prob
@@ -138,7 +136,7 @@ def test_the_environment_gets_the_action_clipped_and_the_density_is_of_the_one_d
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        # FAULTS, Training 5
+        # The advantage of one sample, normalised, is NaN.
         ({"num_envs": 1, "num_steps": 8, "num_minibatches": 8}, "--num-minibatches 8 makes minibatches of one sample"),
         ({"total_timesteps": 255}, r"--total-timesteps 255 is less than one batch \(num_envs \* num_steps = 256\)"),
         ({"num_minibatches": 3}, "--num-minibatches must divide .* 256, which 3 does not"),
@@ -176,7 +174,6 @@ def test_the_defaults_are_legal() -> None:
 
 
 def test_an_evaluation_that_never_ends_is_an_error(tmp_path: Path) -> None:
-    # FAULTS, Training 6
     args = toy("Endless", tmp_path, eval_episodes=2, eval_max_steps=500)
     with pytest.raises(UserError, match=r"took 500 steps, and only 0 of 2 episodes.*--eval-max-steps \(now 500\)"):
         train.ppo_base.train(args)
@@ -195,7 +192,7 @@ def test_an_evaluation_takes_the_first_episodes_of_each_environment() -> None:
 
 
 def test_a_buffer_that_is_overwritten_and_numbers_of_numpy_change_nothing(tmp_path: Path) -> None:
-    # FAULTS, Training 8: with the final observation overwritten by the reset, the values would differ.
+    # With the final observation overwritten by the reset, the values would differ.
     plain = train.ppo_base.train(toy("Reach", tmp_path))
     other = train.ppo_base.train(toy("OneBuffer", tmp_path))
     assert_same_state(plain, other)

@@ -53,7 +53,7 @@ def test_n_and_n_is_2n_bit_for_bit(
     step: int,
     finished: int,
 ) -> None:
-    # FAULTS, Training 7: optimiser, schedule, RNG, normaliser, and the environments with them.
+    # What is restored: optimiser, schedule, RNG, normaliser, and the environments with them.
     args = toy("Interrupting", tmp_path, total_timesteps=8 * ITERATION, checkpoint_every=2)
     whole = tmp_path / "whole"
     interrupt(monkeypatch, 0)

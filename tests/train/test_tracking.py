@@ -18,7 +18,6 @@ SMALL = "--num-envs 2 --num-steps 8 --num-minibatches 2 --update-epochs 1 --tota
 
 
 def test_wandb_is_not_imported_without_track(tmp_path: Path) -> None:
-    # FAULTS, Training 10
     code = (
         "import sys, tyro; from train.ppo_base import Args, main; main(tyro.cli(Args)); print('wandb' in sys.modules)"
     )
@@ -30,7 +29,7 @@ def test_wandb_is_not_imported_without_track(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed (extra 'track')")
 def test_track_offline_needs_no_network(tmp_path: Path) -> None:
-    # FAULTS, Training 10: every proxy leads to a port where nobody listens.
+    # Every proxy leads to a port where nobody listens.
     dead = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
     env = {**os.environ, **dead, **{name.upper(): url for name, url in dead.items()}, "WANDB_MODE": "offline"}
     for name in ("WANDB_API_KEY", "NO_PROXY", "no_proxy"):

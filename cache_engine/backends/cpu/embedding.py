@@ -1,6 +1,6 @@
 """Kernels of the embedding cache: a set-associative index apart from the slots that hold the rows.
 
-The batch algorithm below is the definition that every backend follows; CONTRACTS "A batch of lookups":
+The algorithm of a batch of lookups below is the definition that every backend follows:
 
 1. Every key probes the state before the batch. A hit stamps its slot with the number of the batch.
 2. Misses are made unique in order of first occurrence. Each takes an empty entry of its index set, else the set's

@@ -161,7 +161,7 @@ def test_a_batch_takes_along_who_comes_as_it_starts() -> None:
 
 
 def test_a_stall_of_a_second_shows_in_the_p99() -> None:
-    """FAULTS "Training" 11: latency runs from the scheduled arrival, not from when the request was taken."""
+    """Latency runs from the scheduled arrival, not from when the request was taken."""
     work = np.full(1000, 0.1)
     work[500] = 1000.0
     _, took = serve(np.arange(1000) * 10.0, 0.0, work, max_batch=8)

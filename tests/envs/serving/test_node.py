@@ -103,7 +103,7 @@ def test_missing_rows_cross_the_link() -> None:
 
 
 def test_copies_of_a_row_in_one_request_are_fetched_once() -> None:
-    """A batch counts every copy of a missed row as a miss, but the link carries it once (DESIGN section 3)."""
+    """A batch counts every copy of a missed row as a miss, but the link carries it once."""
     # Each request: 100 tokens of one item of its own; all but the first copy come for free.
     n = 400
     items = np.repeat(np.arange(n), 100).tolist()
@@ -117,7 +117,7 @@ def test_copies_of_a_row_in_one_request_are_fetched_once() -> None:
 
 
 def test_a_second_of_stall_shows_in_the_p99_of_the_node() -> None:
-    """FAULTS "Training" 11, through the node: one history whose prefill takes a second, at 100 requests/s for 10 s."""
+    """Through the whole node: one history whose prefill takes a second, at 100 requests/s for 10 s."""
     small = scenario(hardware__link_gb_s=1e4, model__candidates=0, load__history_max=1 << 20)
     history = np.full(1000, 10)
     history[500] = 67_000

@@ -32,7 +32,7 @@ def test_numpy_gives_the_actions_of_torch(tmp_path: Path, scale: float) -> None:
 
 
 def test_a_new_process_acts_the_same_bit_for_bit_and_without_torch(tmp_path: Path) -> None:
-    # FAULTS, Training 3
+    # The normaliser is in the bundle: raw observations go in.
     net = network(3)
     make_bundle(tmp_path / "b", net)
     raw = observations(4, 20).numpy()

@@ -9,7 +9,7 @@ from helm_rl.control.policy_net import CLIP, ActorCritic, Normaliser
 
 
 def test_the_normaliser_is_exact_far_from_zero() -> None:
-    # FAULTS, Training 3: float32 or a pseudo-count at mean 0 would report an sd of 17 here.
+    # float32 or a pseudo-count at mean 0 would report an sd of 17 here.
     values = np.random.default_rng(0).normal(1e6, 10.0, size=(4000, 2))
     normaliser = Normaliser(2)
     first, second, *rest = np.split(values, [1, 8, 500])

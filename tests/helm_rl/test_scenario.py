@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+import helm_rl
 from helm_rl.errors import UserError
-from helm_rl.scenario import Scenario, load_scenario, scenario_hash, scenario_names
+from helm_rl.profiles.model import resolve_model
+from helm_rl.scenario import (
+    ControlSection,
+    HardwareSection,
+    LoadPhase,
+    LoadSection,
+    ModelSection,
+    RewardSection,
+    Scenario,
+    load_scenario,
+    scenario_hash,
+    scenario_names,
+)
 
 SMALL = """\
 name = "mine"
@@ -90,6 +104,20 @@ def test_shipped_scenarios_load_by_name_and_carry_it() -> None:
     assert {"burst", "steady", "trend"} <= set(scenario_names())
     for name in scenario_names():
         assert load_scenario(name).name == name
+
+
+def test_burst_explains_every_field_and_states_true_defaults(tmp_path: Path) -> None:
+    """It is what people copy: a field that it does not name, nobody finds."""
+    text = (Path(helm_rl.__file__).parent / "scenarios" / "burst.toml").read_text()
+    sections = (Scenario, ModelSection, HardwareSection, ControlSection, LoadSection, LoadPhase, RewardSection)
+    for section in sections:
+        for field in section.model_fields:
+            assert re.search(rf"\b{field}\b", text), f"{section.__name__}.{field}"
+    spelt = load_scenario(write(tmp_path, re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)))
+    burst = load_scenario("burst")
+    assert spelt.model.row_bytes is not None
+    assert resolve_model(spelt.model) == resolve_model(burst.model)
+    assert spelt.model_copy(update={"model": burst.model}) == burst
 
 
 def test_a_file_that_spells_the_defaults_out_means_the_same(tmp_path: Path) -> None:

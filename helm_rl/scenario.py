@@ -215,9 +215,24 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
     except ValueError as error:  # such as an integer of thousands of digits
         raise UserError(f"{path}: a value cannot be read: {str(error)[:300]}") from None
     try:
-        return Scenario.model_validate(document)
+        scenario = Scenario.model_validate(document)
     except ValidationError as error:
         raise UserError(_explain(path, text, error)) from None
+    _resolve_profiles(path, text, scenario)
+    return scenario
+
+
+def _resolve_profiles(path: Path, text: str, scenario: Scenario) -> None:
+    """Raise UserError unless the profiles exist and the model can be, here, where file and line are known."""
+    from helm_rl.profiles.hardware import resolve_hardware  # these import this module
+    from helm_rl.profiles.model import resolve_model
+
+    try:
+        resolve_model(scenario.model)
+        resolve_hardware(scenario.hardware)
+    except UserError as error:  # its first word is the field
+        line = _line_of(text, str(error).split(" ", 1)[0].split("."))
+        raise UserError(f"{path}, line {line}: {error}" if line else f"{path}: {error}") from None
 
 
 def _read(path: Path) -> str:

@@ -281,7 +281,7 @@ def load_training_state(run: Path) -> tuple[TrainingState, Tensors]:
     """
     run = Path(run)
     if not run.is_dir():
-        raise UserError(f"{run}: no such run folder; a run is what 'helm-rl train' makes under runs/")
+        raise UserError(f"{run}: no such run folder; a run is what 'helm-rl train base' makes under runs/")
     if not (run / STATE_FILE).is_file():
         raise UserError(f"{run}: not a training run: there is no {STATE_FILE} in it")
     state = _parse(TrainingState, run / STATE_FILE)

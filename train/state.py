@@ -27,9 +27,7 @@ class Loop:
     """
 
     observation: npt.NDArray[np.float64]  # (num_envs, obs_size), raw: what the next action answers
-    actions: npt.NDArray[
-        Any
-    ]  # (steps since the last seeded reset, num_envs, action_size), as the environments got them
+    actions: npt.NDArray[Any]  # (steps since the last seeded reset, num_envs, action_size), as they got them
     episode_return: npt.NDArray[np.float64]  # (num_envs,), of the unfinished episodes
     episode_length: npt.NDArray[np.int64]  # (num_envs,)
     recent: npt.NDArray[np.float64]  # (k, 2), return and length of the last k finished episodes

@@ -24,7 +24,7 @@ class Controller(Protocol):
         ...
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
-        """Look at one tick (min(10 ms, interval)); True asks for a decision at once."""
+        """Look at one tick (min(10 ms, interval)); True asks for a decision at once. Nothing calls it yet."""
         ...
 
     def feedback(self, window: WindowStats) -> None:

@@ -103,6 +103,7 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
         `alpha`.
         """
         super().reset(seed=seed)
+        self._node = None  # a reset that is refused leaves nothing to step
         chosen = options or {}
         unknown = set(chosen) - {"trace", "start", "alpha"}
         if unknown:

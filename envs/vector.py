@@ -84,6 +84,8 @@ class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
         """Serve one interval in every node."""
         if len(actions) != self.num_envs:
             raise ValueError(f"one action per environment: {len(actions)} for {self.num_envs}")
+        if not np.isfinite(actions).all():  # before some of them have moved and others not
+            raise ValueError(f"actions must be numbers in [-1, 1], got {actions}")
 
         def one(i: int) -> tuple[FloatArray, float, bool, dict[str, Any], dict[str, Any]]:
             obs, earned, _, truncated, info = self.envs[i].step(actions[i])

@@ -157,6 +157,15 @@ def test_step_before_reset_is_refused(env: HelmNodeEnv) -> None:
         env.step(UP)
 
 
+def test_a_reset_that_is_refused_leaves_nothing_to_step(load: tuple[Scenario, Trace]) -> None:
+    env = HelmNodeEnv(*load, paired=False)
+    env.reset(seed=0)
+    with pytest.raises(UserError, match="option start"):
+        env.reset(options={"start": 10**9})
+    with pytest.raises(gym.error.ResetNeeded, match="call reset before step"):
+        env.step(UP)
+
+
 def test_the_action_is_a_rate_of_change_of_the_target(load: tuple[Scenario, Trace]) -> None:
     """.06 a second over half a second is .03 a step."""
     env = HelmNodeEnv(*load, episode_s=15)

@@ -140,4 +140,8 @@ def test_what_cannot_be_is_refused(load: tuple[Scenario, list[Trace]]) -> None:
     env.reset(seed=0)
     with pytest.raises(ValueError, match="one action per environment: 3 for 2"):
         env.step(np.zeros((3, 1), np.float32))
+    before = [each._start_ns for each in env.envs]
+    with pytest.raises(ValueError, match="actions must be numbers"):
+        env.step(np.array([[0.5], [np.nan]], np.float32))
+    assert [each._start_ns for each in env.envs] == before  # none has moved
     env.close()

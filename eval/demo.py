@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,14 @@ class Size:
 
 def main(args: Args) -> None:
     """Run the demo and say last where the report is."""
-    comparison = run(args, Size())
+    try:
+        comparison = run(args, Size())
+    except KeyboardInterrupt:
+        # Training has named a run to go on with; but it lay in the folder that an unfinished demo takes away.
+        print(
+            f"the demo was stopped: nothing of it is kept, no run either; {args.output} is as it was", file=sys.stderr
+        )
+        raise
     out = console()
     out.print(headline(comparison))
     out.print(latency_table(comparison))

@@ -498,6 +498,12 @@ def train(args: Args) -> Path:
             gamma = 0.99 if math.isnan(interval_s) else math.exp(-interval_s / DISCOUNT_S)
             args = dataclasses.replace(args, gamma=gamma)
 
+        # Before there is a folder: environments that cannot even start leave no run behind
+        start = None
+        if saved is None:
+            with console.status("starting the environments") if console.is_terminal else contextlib.nullcontext():
+                start, _ = envs.reset(seed=reset_seed(args.seed, 0))
+
         # Logging: TensorBoard always, Weights and Biases on request
         run = args.resume or make_run_folder(args.runs, args.env_id, args.exp_name, args.seed)
         if saved is None:
@@ -513,7 +519,7 @@ def train(args: Args) -> Path:
         rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
 
-        net = learn(args, envs, environment, run, writer, console, saved, wandb_id)
+        net = learn(args, envs, environment, run, writer, console, saved, start, wandb_id)
         if args.eval_episodes:
             fresh, _ = make_envs(args)
             stack.callback(fresh.close)
@@ -531,9 +537,13 @@ def learn(
     writer: SummaryWriter,
     console: Console,
     saved: tuple[TrainingState, Tensors] | None,
+    start: npt.NDArray[Any] | None,
     wandb_id: str | None,
 ) -> ActorCritic:
-    """Do all iterations, from the beginning or from a saved state, and leave checkpoints in `run`."""
+    """Do all iterations, from a saved state or from the environments' first observations `start`.
+
+    Leaves checkpoints in `run`.
+    """
     assert args.gamma is not None
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
@@ -563,7 +573,7 @@ def learn(
     iteration, episodes, seconds = 0, 0, 0.0
     statistics: dict[str, float | None] = {}
     commands = [command()]
-    obs = np.zeros((args.num_envs, obs_size))
+    obs = np.zeros((args.num_envs, obs_size)) if start is None else start
     episode_return = np.zeros(args.num_envs)
     episode_length = np.zeros(args.num_envs, dtype=np.int64)
     recent: deque[tuple[float, float]] = deque(maxlen=20)  # return and length of the last episodes
@@ -634,6 +644,9 @@ def learn(
     task = progress.add_task("training", total=num_iterations, completed=iteration)
     try:
         progress.start()
+        if saved is None:
+            snapshot = take_snapshot()
+            save()
         while iteration < num_iterations:
             # Every so often the environments start afresh, from seeds that a resumed run can know
             if iteration % args.checkpoint_every == 0:
@@ -644,13 +657,10 @@ def learn(
                         f"warning: no episode ended within the {logged} steps between two resets; raise "
                         f"--checkpoint-every (now {args.checkpoint_every}) so that one fits"
                     )
-                obs, _ = envs.reset(seed=reset_seed(args.seed, iteration))
+                if start is None or iteration > 0:
+                    obs, _ = envs.reset(seed=reset_seed(args.seed, iteration))
                 logged, episodes_at_reset = 0, episodes
                 episode_return[:], episode_length[:] = 0.0, 0
-            if snapshot is None and saved is None:
-                # Not earlier: environments that cannot even be reset leave no run behind
-                snapshot = take_snapshot()
-                save()
 
             # Annealing the rate
             lr = args.learning_rate * (1.0 - iteration / num_iterations if args.anneal_lr else 1.0)
@@ -777,11 +787,9 @@ def learn(
     except BaseException as error:
         progress.stop()
         save()
-        if isinstance(error, KeyboardInterrupt) and saved_iterations is None:
-            console.print("stopped before there was anything to save")
-        elif isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt):
             console.print(
-                f"stopped: {saved_iterations} of {num_iterations} iterations are saved; the one in "
+                f"stopped: {saved_iterations or 0} of {num_iterations} iterations are saved; the one in "
                 f"progress is dropped, and done again by: helm-rl train base --resume {run}"
             )
         raise

@@ -103,6 +103,16 @@ def test_an_interrupted_demo_leaves_nothing_and_an_earlier_one_stands(
     assert (output / "report.html").read_text() == "earlier"
 
 
+def test_a_stopped_demo_says_that_no_run_is_left(
+    tmp_path: Path, rehearsal: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rehearsal.fail_in_training = True
+    with pytest.raises(KeyboardInterrupt):
+        main(Args(output=tmp_path / "out"))
+    assert capsys.readouterr().err.splitlines()[-1].startswith("the demo was stopped: nothing of it is kept")
+    assert list(tmp_path.glob("*out*")) == []
+
+
 def test_existing_outputs_are_refused(tmp_path: Path, small: Size, rehearsal: SimpleNamespace) -> None:
     output = tmp_path / "out"
     output.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def test_a_scenario_that_cannot_run_leaves_no_run_behind(small: Args, tmp_path: 
     path.write_text(f'name = "wrong"\nslo_ms = 100\n{line}\n')
     with pytest.raises(UserError, match=message):
         train.ppo_base.train(dataclasses.replace(small, scenario=str(path), runs=tmp_path / "runs"))
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "runs").exists()
 
 
 def test_ctrl_c_before_the_first_checkpoint_leaves_no_run_behind(
@@ -161,4 +162,16 @@ def test_ctrl_c_before_the_first_checkpoint_leaves_no_run_behind(
     with pytest.raises(KeyboardInterrupt):
         train.ppo_base.train(dataclasses.replace(small, runs=tmp_path / "runs"))
     assert "--resume" not in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_disk_that_takes_no_checkpoint_leaves_no_run_behind(
+    small: Args, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train.ppo_base, "save_training_state", full)
+    with pytest.raises(OSError, match="No space left"):
+        train.ppo_base.train(dataclasses.replace(small, runs=tmp_path / "runs"))
     assert list((tmp_path / "runs").iterdir()) == []

@@ -8,16 +8,17 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test gpu-check lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo     trace, training, export, evaluation and report in one go, into demo-output/"
-	@echo "make test     the whole test suite"
-	@echo "make lint     ruff and mypy"
-	@echo "make format   let ruff lay out the code"
-	@echo "make install  only make .venv (the others do it themselves)"
-	@echo "make clean    remove .venv, caches and builds; keeps demo-output/ and runs/"
+	@echo "make demo       trace, training, export, evaluation and report in one go, into demo-output/"
+	@echo "make test       the whole test suite"
+	@echo "make gpu-check  on a machine with a GPU: the tests marked gpu, compute-sanitizer, a table of speeds; no .venv"
+	@echo "make lint       ruff and mypy"
+	@echo "make format     let ruff lay out the code"
+	@echo "make install    only make .venv (the others do it themselves)"
+	@echo "make clean      remove .venv, caches and builds; keeps demo-output/ and runs/"
 
 install: $(STAMP)
 
@@ -40,6 +41,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+# On a machine of which only a Python with cupy, numpy, numba and pytest is asked.
+gpu-check:
+	@PYTHON="$(PYTHON)" bash tests/gpu_check.sh
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

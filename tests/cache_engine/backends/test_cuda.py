@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from cache_engine.backends.cpu import pool as pools
 from tests.cache_engine.backends import gpu_table
 from tests.cache_engine.backends.conftest import KERNELS
 from tests.cache_engine.backends.host_device import HostDevice, kernel_names
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_kernels_are_in_the_package() -> None:
@@ -203,6 +206,23 @@ def test_the_table_of_speeds_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys
     assert said.out == ""
     assert said.err.startswith("error: backend 'cuda' needs CuPy")
     assert said.err.count("\n") == 1
+
+
+def test_the_check_of_a_gpu_fails_in_one_sentence_where_there_is_none() -> None:
+    try:
+        cuda.CupyDevice()
+    except cuda.CudaUnavailableError as e:
+        sentence = str(e)
+    else:
+        pytest.skip("there is a GPU here")
+    done = subprocess.run(
+        ["bash", str(ROOT / "tests" / "gpu_check.sh")],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {sentence}\n")
 
 
 # The host device itself: it must not pass what a GPU would choke on.

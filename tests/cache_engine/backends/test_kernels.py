@@ -32,6 +32,7 @@ operations = st.one_of(
 STARTS = [0, 2**31 - 4, 2**32 - 4]
 
 
+@pytest.mark.timeout(900)  # of a failure: hypothesis makes it small first
 @given(
     pages=st.integers(1, 5),
     rows_per_page=st.sampled_from([1, 2, 3, 8]),

@@ -213,22 +213,46 @@ def test_a_cache_smaller_than_a_window_still_replaces() -> None:
     assert cached(twin) == {1, 3, 4, 5}
 
 
-def test_pages_go_in_the_order_of_the_hand_and_the_last_waits_its_turn() -> None:
-    """Six full pages, the hand at the third: pages leave in its order, though the list fills holes from its end."""
+def test_the_page_whose_rows_were_used_least_recently_goes_first() -> None:
+    """Whatever the order in which pages came or where the hand stands."""
     twin = filled(6, 8, [[k] for k in range(48)])
-    assert twin.model.owned == [0, 1, 2, 3, 4, 5]
-    filling = [int(s) // 8 for s in (twin.model.slot_of[(0, 0)], twin.model.slot_of[(0, 47)])]
-    assert filling == [5, 0], "the page granted last is filled first"
-    twin.lookup([(0, 100), (0, 101)])
-    order: list[int] = []
+    page_of = {k: twin.model.slot_of[(0, k)] // 8 for k in range(48)}
+    ages = [3, 0, 5, 1, 4, 2]  # of the rows 8 r to 8 r + 7: the last was used least recently
+    for group in sorted(range(6), key=lambda g: -ages[g]):
+        twin.lookup([(0, k) for k in range(8 * group, 8 * group + 8)])
+        for _ in range(20):
+            twin.lookup([])
+    order = []
     for goal in range(5, -1, -1):
         twin.apply(("goal", goal))
         before = set(twin.model.owned)
         twin.migrate(1)
         twin.check()
         order += before - set(twin.model.owned)
-    # Pages 5 and 4 filled the holes of 2 and 3 and wait for the next round.
-    assert order == [2, 3, 0, 1, 4, 5]
+    assert order == [page_of[8 * group] for group in (2, 4, 0, 5, 3, 1)]
+
+
+def test_of_many_pages_the_coldest_of_each_sixteen_goes() -> None:
+    """40 pages; of each 16 in the list one was not used again."""
+    twin = Twin(40, 8, 40)
+    twin.apply(("goal", 40))
+    twin.migrate(40)
+    for start in range(0, 320, 32):
+        twin.lookup([(0, k) for k in range(start, start + 32)])
+    cold = [twin.model.owned[at] for at in (3, 20)]
+    for _ in range(100):
+        twin.lookup([])
+    for start in range(0, 320, 32):
+        keys = [(0, k) for k in range(start, start + 32)]
+        twin.lookup([key for key in keys if twin.model.slot_of[key] // 8 not in cold])
+    twin.apply(("goal", 38))
+    before = set(twin.model.owned)
+    twin.migrate(2)
+    assert before - set(twin.model.owned) == set(cold)
+    for goal in (30, 12, 0):
+        twin.apply(("goal", goal))
+        twin.migrate(40)
+        twin.check()
 
 
 def test_an_empty_page_goes_before_one_with_rows() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -45,7 +46,22 @@ def _compile(function: F, **options: bool) -> F:
     # numba's disk cache notices an edit of the file that holds a function, but not of a file that holds something it
     # calls, and would run stale code. So its stamp is a digest of all of `cache_engine` and the function's own folder.
     dispatcher._cache._cache_file._source_stamp = _digest(Path(function.__code__.co_filename).parent)
+    # What numba lets pass here on Windows alone.
+    dispatcher._cache._guard_against_spurious_io_errors = functools.partial(_forget_damaged, dispatcher._cache)
     return cast(F, dispatcher)
+
+
+@contextlib.contextmanager
+def _forget_damaged(cache: Any) -> Iterator[None]:
+    """Go on without the cached code if it cannot be written (a full disk) or read (a file cut off by a power cut).
+
+    The kernel is compiled then. A damaged pickle may raise anything; its index is emptied, lest it be met again.
+    """
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(OSError):
+            cache.flush()
 
 
 @functools.cache

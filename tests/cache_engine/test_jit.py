@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,36 @@ def test_where_nothing_can_be_cached_kernels_still_compile(monkeypatch: pytest.M
     def add(a: int, b: int) -> int:
         return a + b
 
+    assert add(1, 2) == 3
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_cached_code_that_is_damaged_is_made_anew(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "program.py").write_text(
+        "from cache_engine.jit import kernel\n@kernel\ndef add(a, b):\n    return a + b\n"
+        "print(add(1, 2), sum(add.stats.cache_hits.values()))\n"
+    )
+
+    def run() -> str:
+        command = [sys.executable, "-c", "import sys; sys.path[:0] = sys.argv[1:]; import program"]
+        done = subprocess.run([*command, str(tmp_path), str(REPOSITORY)], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert [run(), run()] == ["3 0", "3 1"]
+    (file,) = (tmp_path / "__pycache__").glob(f"*.{suffix}")
+    file.write_bytes(file.read_bytes()[:20])
+    assert [run(), run()] == ["3 0", "3 1"]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    @kernel
+    def add(a: int, b: int) -> int:
+        return a + b + 0
+
+    monkeypatch.setattr(add._cache._cache_file, "_save_data", full)  # type: ignore[attr-defined]
     assert add(1, 2) == 3
 
 

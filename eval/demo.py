@@ -47,7 +47,7 @@ class Size:
     """How much the demo does: scenario, training steps, draws of arrivals, spacing of alpha, replays at a time."""
 
     scenario: str = "burst"
-    timesteps: int = 49_152
+    timesteps: int = 61_440
     num_envs: int = 8
     num_steps: int = 128
     draws: int = 3

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from eval.statistics import Floats, quantile_ms, survival_curve
+from eval.statistics import Floats, survival_curve
 from helm_rl.errors import UserError
-from helm_rl.metrics import SHED_FACTOR, p99_ms
+from helm_rl.metrics import SHED_FACTOR, p99_ms, quantile_ms
 
 if TYPE_CHECKING:
     from envs.serving.replay import Replay

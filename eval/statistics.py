@@ -16,18 +16,6 @@ RESAMPLES = 10_000
 """Bootstrap resamples behind every interval."""
 
 
-def quantile_ms(latency_ms: npt.NDArray[np.floating], q: float) -> float:
-    """Return the `q`-quantile (0 < q <= 1) by the nearest-rank method: an observed value; NaN for an empty
-    array.
-    """
-    if not 0.0 < q <= 1.0:
-        raise ValueError(f"q must lie in (0, 1], got {q}")
-    if latency_ms.size == 0:
-        return float("nan")
-    rank = max(0, int(np.ceil(np.round(q * latency_ms.size, 9))) - 1)
-    return float(np.partition(latency_ms, rank)[rank])
-
-
 def survival_curve(latency_ms: npt.NDArray[np.floating], points: int = 240) -> tuple[Floats, Floats]:
     """Return (latency_ms, share of requests slower than it), each float64[<= points], shares spaced evenly in
     log.

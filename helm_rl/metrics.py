@@ -46,9 +46,18 @@ class WindowStats:
     kv_margin_ms: float  # the same as KV
 
 
-def p99_ms(latency_ms: npt.NDArray[np.floating]) -> float:
-    """Return the 99th percentile by nearest rank (an observed latency, never an interpolation); NaN if empty."""
+def quantile_ms(latency_ms: npt.NDArray[np.floating], q: float) -> float:
+    """Return the `q`-quantile (0 < q <= 1) by the nearest-rank method: an observed value; NaN for an empty
+    array.
+    """
+    if not 0.0 < q <= 1.0:
+        raise ValueError(f"q must lie in (0, 1], got {q}")
     if latency_ms.size == 0:
         return float("nan")
-    rank = max(0, int(np.ceil(0.99 * latency_ms.size)) - 1)
+    rank = max(0, int(np.ceil(np.round(q * latency_ms.size, 9))) - 1)
     return float(np.partition(latency_ms, rank)[rank])
+
+
+def p99_ms(latency_ms: npt.NDArray[np.floating]) -> float:
+    """Return the 99th percentile by nearest rank (an observed latency, never an interpolation); NaN if empty."""
+    return quantile_ms(latency_ms, 0.99)

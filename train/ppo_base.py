@@ -102,7 +102,7 @@ class Args:
     """Trace (.parquet) to train on; without it traces are generated from the scenario."""
     env_id: str = NODE_ENV
     """Gymnasium id of another environment with Box spaces, instead of the scenario; 'module:id' imports the module."""
-    total_timesteps: int = 49_152
+    total_timesteps: int = 61_440
     """Steps in all, over all environments, in whole iterations; may be raised with --resume."""
     num_envs: int = 8
     """Environments that run side by side."""

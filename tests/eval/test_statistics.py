@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval.statistics import bootstrap_interval, interquartile_mean, quantile_ms, standard_error, survival_curve
+from eval.statistics import bootstrap_interval, interquartile_mean, standard_error, survival_curve
+from helm_rl.metrics import quantile_ms
 
 
 def test_quantile_is_an_observed_value_at_the_nearest_rank() -> None:

@@ -1,8 +1,7 @@
 """Statistics over seeds: interquartile mean, seeded bootstrap interval, standard error; and over requests:
 latency tails.
 
-The percentile itself (nearest rank) is `helm_rl.metrics.p99_ms`; every figure of this package goes through it
-or through `quantile_ms`, which follows the same rule.
+The percentile itself (nearest rank) is `helm_rl.metrics.quantile_ms`; every figure of this package goes through it.
 """
 
 from __future__ import annotations

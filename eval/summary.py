@@ -45,8 +45,8 @@ def footnotes(comparison: Comparison) -> list[str]:
     """What a reader must know to read the numbers rightly."""
     lines = [
         f"Reference = {REFERENCE}; the full reference schedule (by dynamic programming) is not built yet.",
-        "The per-segment optimum takes each segment's best static alpha the moment it begins; moving there costs, so it "
-        "may lose to a static: it is no bound.",
+        "The per-segment optimum takes each segment's best static alpha the moment it begins; moving there "
+        "costs, so it may lose to a static: it is no bound.",
         "Latency runs from the scheduled arrival; a shed request counts as 100 x the SLO and as a violation.",
     ]
     if len(comparison.results) > 1:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 MASK = 2**64 - 1
 WAYS = 8
 WINDOW = 8
+CANDIDATES = 16
+SAMPLE = 16
 
 Key = tuple[int, int]  # table, id
 
@@ -45,6 +47,7 @@ class BatchCache:
     goal: int = 0
     now: int = 0
     hand: int = 0
+    cursor: int = 0  # where the search for a page to give up goes on
     slot_of: dict[Key, int] = field(default_factory=dict)
     row_at: dict[int, Key] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)  # slot -> batch of last use
@@ -178,8 +181,6 @@ class BatchCache:
             if self.pins.get(page):
                 self.draining[page] = now_ns
                 break
-            if self.filled[page] == self.rows_per_page:
-                self.hand = (self.owned.index(page) + 1) * self.rows_per_page
             self.leave(page)
             freed += 1
         granted = 0
@@ -198,10 +199,18 @@ class BatchCache:
                 return page
         if unpinned:
             return unpinned[0]
-        first = self.hand // self.rows_per_page
-        ring = [self.owned[(first + k) % len(self.owned)] for k in range(len(self.owned))]
-        staying = [p for p in ring if p not in self.draining]
-        return next((p for p in staying if not self.pins.get(p)), staying[0])
+        ring = [self.owned[(self.cursor + k) % len(self.owned)] for k in range(len(self.owned))]
+        candidates = [p for p in ring if p not in self.draining and not self.pins.get(p)][:CANDIDATES]
+        if not candidates:
+            return next(p for p in ring if p not in self.draining)
+        if len(candidates) == CANDIDATES:
+            self.cursor = (self.owned.index(candidates[-1]) + 1) % len(self.owned)
+        return min(candidates, key=self.heat)
+
+    def heat(self, page: int) -> int:
+        slots = range(page * self.rows_per_page, (page + 1) * self.rows_per_page)
+        sampled = slots[:: max(1, self.rows_per_page // SAMPLE)]
+        return sum(32 - (self.now - self.used[slot]).bit_length() for slot in sampled)
 
     def leave(self, page: int) -> None:
         for slot in range(page * self.rows_per_page, (page + 1) * self.rows_per_page):

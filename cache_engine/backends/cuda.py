@@ -5,7 +5,7 @@ host against the CPU backend; `make gpu-check` is what a GPU has still to say. `
 
 The pool's metadata stay on the host, where other members and leases change them; what a batch needs of them is copied
 to the device when it has changed. Which pages to take or give up is decided by the CPU backend's own kernels, from the
-device's fill levels, hand and stack; the device erases what was on them.
+device's fill levels, stack and times of last use; the device erases what was on them.
 """
 
 from __future__ import annotations
@@ -188,6 +188,8 @@ class CudaEmbedding:
         self._unique = 0
         self._sent: list[npt.NDArray[Any]] = [a.copy() for a in self._pool_arrays()]
         self._mirror = PoolMirror(*(device.array(a) for a in self._sent))
+        # Of the state on the host: only what `_read_heat` asks for is ever written, and takes room.
+        self._last = np.zeros(host.last.size, np.uint32)
 
     def lookup(self, tables: Any, keys: Any) -> int:
         """Look up a batch and choose what it evicts; return the number of unique misses.
@@ -311,7 +313,15 @@ class CudaEmbedding:
         pages = self._pages()
         filled = pages.fill.copy()
         generation = pool.generation.copy()
-        gone = int(cpu.release_pages(pages, pool, budget, now_ns, limit_ns))
+        # One page at a time: before the next, its candidates are known.
+        gone = 0
+        while True:
+            self._read_heat(int(pages.scalars[cpu.CURSOR]))
+            left = int(cpu.release_pages(pages, pool, min(1, budget - gone), now_ns, limit_ns))
+            gone += left
+            if gone == budget or left == 0:
+                break
+        # The pool calls them FREE already, but nobody can have them before its lock, and no launch comes before these.
         emb = self.state
         for page in np.flatnonzero(pool.generation != generation):
             rows = int(filled[page])
@@ -345,12 +355,28 @@ class CudaEmbedding:
             table=np.zeros(1, np.int16),
             slot=none,
             entry=np.lib.stride_tricks.as_strided(none, (self.pool.owner.size * self.rows_per_page,), (0,)),
-            last=np.zeros(1, np.uint32),
+            last=self._last,
             fill=device.read(emb.fill),
             fresh=device.read(emb.fresh),
             scalars=device.read(emb.scalars),
             counters=np.zeros(cpu.N_COUNTERS, np.int64),
         )
+
+    def _read_heat(self, cursor: int) -> None:
+        """Read the times of last use by which `release_pages` may compare pages for the next one to give up.
+
+        It compares CANDIDATES of those neither pinned nor draining, in the order of the list, from the cursor on.
+        """
+        pool, rows_per_page = self.pool, self.rows_per_page
+        ring = np.roll(pool.lists[self.member, : pool.owned[self.member]], -cursor)
+        comparable = np.cumsum((pool.pins[ring] == 0) & (pool.draining[ring] == 0))
+        pages = ring[: np.searchsorted(comparable, cpu.CANDIDATES) + 1]
+        sample = np.arange(0, rows_per_page, max(1, rows_per_page // cpu.SAMPLE), dtype=np.int32)
+        slots = (pages[:, None] * np.int32(rows_per_page) + sample).ravel()
+        if slots.size:
+            values = self.device.empty(slots.size, np.uint32)
+            self.device.launch("read_last", slots.size, self.state.last, self.device.array(slots), values, slots.size)
+            self._last[slots] = self.device.read(values)
 
     def _send_pages(self, pages: cpu.EmbeddingState) -> None:
         for name in ("fill", "fresh", "scalars"):

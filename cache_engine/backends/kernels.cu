@@ -449,6 +449,12 @@ KERNEL unpublish_page(int* index_slot, int* entry, i64* counters, const i64* sca
     count(&counters[EVICTED], 1);
 }
 
+// One thread per slot asked for: the batch of its last use, by which the host chooses a page to give up.
+KERNEL read_last(const u32* last, const int* slots, u32* values, i64 n) {
+    i64 i = thread_number();
+    if (i < n) values[i] = last[slots[i]];
+}
+
 // Rows are copied in units of the widest type that divides them: one thread per unit, `units` a row, neighbours to
 // neighbours. Slot s begins at (s / rows_per_page) * page_bytes + (s % rows_per_page) * row_bytes of the storage.
 template <class Unit>

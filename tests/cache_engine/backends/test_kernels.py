@@ -150,6 +150,35 @@ def test_a_stack_of_pages_handed_out_in_part(host_device: HostDevice) -> None:
     assert slots.tolist() == [27, 28, 29, 30, 31, 4, 5, 6, 7, -1, -1]
 
 
+def test_of_many_pages_the_same_ones_are_given_up(host_device: HostDevice) -> None:
+    """More pages than are compared with each other, of all ages, some pinned; some drain first, several leave."""
+    host_device.clear(seed=1)
+    twins = Twins(host_device, 90, 8, 90)
+    rng = np.random.default_rng(8)
+    drained = 0
+    for step in range(60):
+        twins.apply(("goal", 90))
+        twins.migrate(90)
+        for _ in range(2):
+            twins.lookup_arrays(np.zeros(300, np.int16), (3000 ** rng.random(300)).astype(np.int64))
+        pinned = np.arange(90) if step % 3 == 0 else rng.integers(0, 90, 40)
+        twins.apply(("pin", pinned.tolist()))
+        for _ in range(3):
+            twins.apply(("goal", twins.pool.owned[1] - int(rng.integers(2, 8))))
+            twins.migrate(int(rng.integers(1, 5)))
+        drained += int(twins.pool.n_draining[1])
+        kept = rng.integers(0, 90, 20) if step % 2 else []
+        for pool in (twins.pool, twins.other_pool):
+            pool.pins[:] = 0
+            pool.pins[kept] = pool.owner[kept] >= 0
+        twins.migrate(int(rng.integers(1, 8)))
+        twins.check()
+        for pool in (twins.pool, twins.other_pool):
+            pool.pins[:] = 0
+    assert drained > 40
+    assert twins.pool.taken[1] > 200
+
+
 @settings(
     max_examples=15,
     deadline=None,

@@ -139,6 +139,8 @@ class Twins:
         self.now_ns += 2
         freed = cpu.release_pages(self.emb, self.pool, budget, self.now_ns, LIMIT_NS)
         granted = cpu.accept_pages(self.emb, self.pool, budget)
+        # What is not read anew from the device must not decide: it would make any page the coldest.
+        self.cuda._last[:] = (int(self.emb.scalars[cpu.NOW]) + 2**31) % 2**32
         assert self.cuda.release(budget, self.now_ns, LIMIT_NS) == freed
         assert self.cuda.accept(budget) == granted
 

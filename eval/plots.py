@@ -126,17 +126,7 @@ def tail_by_controller(comparison: Comparison, narrow: bool) -> Figure:
     _log_ms(axes.xaxis, axes.set_xscale)
     shown = [value for row in rows for value in comparison.estimate(row.key, "p99_ms").per_seed]
     axes.set_xlim(*_range([*shown, comparison.scenario.slo_ms]))
-    axes.axvline(comparison.scenario.slo_ms, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
-    axes.annotate(
-        "SLO",
-        (comparison.scenario.slo_ms, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(3, -1),
-        textcoords="offset points",
-        va="top",
-        color=SOFT,
-        fontsize="small",
-    )
+    _mark_slo(axes, comparison.scenario.slo_ms)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("P99 latency of the whole run (ms, log scale)")
     return figure
@@ -294,17 +284,7 @@ def latency_distribution(comparison: Comparison, narrow: bool) -> Figure:
         color=INK,
         fontsize="small",
     )
-    axes.axvline(comparison.scenario.slo_ms, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
-    axes.annotate(
-        "SLO",
-        (comparison.scenario.slo_ms, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(3, -1),
-        textcoords="offset points",
-        va="top",
-        color=SOFT,
-        fontsize="small",
-    )
+    _mark_slo(axes, comparison.scenario.slo_ms)
     axes.set_xlabel("latency (ms, log scale)")
     axes.set_ylabel("slower requests (log)" if narrow else "share of requests slower than that (log scale)")
     figure.legend(loc="outside upper left", ncols=2 if narrow else 3, handlelength=2.2, columnspacing=1.2)
@@ -313,6 +293,21 @@ def latency_distribution(comparison: Comparison, narrow: bool) -> Figure:
 
 def _width(narrow: bool) -> float:
     return NARROW_IN if narrow else WIDE_IN
+
+
+def _mark_slo(axes: Axes, slo_ms: float) -> None:
+    """Draw the SLO as a dotted line across a latency axis."""
+    axes.axvline(slo_ms, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+    axes.annotate(
+        "SLO",
+        (slo_ms, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, -1),
+        textcoords="offset points",
+        va="top",
+        color=SOFT,
+        fontsize="small",
+    )
 
 
 def _shade_phases(axes: Axes, comparison: Comparison, named: bool) -> None:

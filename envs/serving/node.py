@@ -16,6 +16,7 @@ from helm_rl.metrics import SHED_FACTOR, WindowStats
 from helm_rl.profiles.hardware import resolve_hardware
 from helm_rl.profiles.model import resolve_model
 from helm_rl.scenario import Scenario
+from helm_rl.workloads.inspect import returning
 from helm_rl.workloads.trace import Trace
 
 MAX_SAMPLED_SLOTS = 1 << 19  # against 1 << 22: hit rates within .001, P99 within 2.5 % near saturation, 6 times faster
@@ -24,7 +25,6 @@ MAX_REQUEST_ROWS = 1 << 22  # sampled rows; 0.3 GiB of scratch
 MAX_INTERVALS = 4_000_000  # 46 days of 1 s; each is kept, so this is GiBs and minutes
 _MIN_PAGES = 16
 _HEAD_ROWS = 65_536
-_RETURN_NS = 60_000_000_000
 _GHOST_BUCKETS = 256
 _GHOST_MEMORY_S = 30.0
 _SKETCH_REQUESTS = 2_000.0
@@ -124,7 +124,7 @@ class NodeSim:
         queue[latency.QUEUE_BOUND] = scenario.hardware.queue_bound
         queue[latency.SHED_NS] = SHED_FACTOR * self.slo_ns
         self._queue_params = queue
-        self._returning = _returning(trace)
+        self._returning = returning(trace)
         # ms that a hit saves: a row's transfer, or a token's prefill.
         self._row_ms = model.row_bytes / scenario.hardware.link_gb_s * 1e-6
         self._token_ms = model.flops_per_token / hardware.flop_per_s * 1e3
@@ -308,12 +308,3 @@ def _plain(trace: Trace) -> Trace:
     """Return the trace with contiguous, writeable columns: any other is another type to numba, which compiles anew."""
     names = ("arrival_ns", "user", "phase", "history_tokens", "new_tokens", "item_offsets", "item_values")
     return replace(trace, **{name: np.require(getattr(trace, name), requirements=["C", "W"]) for name in names})
-
-
-def _returning(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Return for each request whether its user came within the last 60 s."""
-    order = np.argsort(trace.user, kind="stable")
-    user, time = trace.user[order], trace.arrival_ns[order]
-    again = np.zeros(len(trace), np.bool_)
-    again[order[1:]] = (user[1:] == user[:-1]) & (time[1:] - time[:-1] <= _RETURN_NS)
-    return again

@@ -90,7 +90,7 @@ def summarise(trace: Trace) -> TraceSummary:
     gap_ns = gaps_to_previous(arrival_ns, trace.user)
     returns = gap_ns >= 0
     measured = arrival_ns >= meta.measure_from_ns
-    hot = returns & (gap_ns <= RETURN_NS)
+    hot = returning(trace)
     _, visits = np.unique(trace.user, return_counts=True)
     _, references = np.unique(trace.item_values, return_counts=True)
     top = -(-references.size // 100)
@@ -129,6 +129,12 @@ def summarise(trace: Trace) -> TraceSummary:
         steps=meta.steps,
         dropped=meta.dropped,
     )
+
+
+def returning(trace: Trace) -> npt.NDArray[np.bool_]:
+    """Return for each request whether its user came within the RETURN_NS before it; bool (n,)."""
+    gap_ns = gaps_to_previous(trace.arrival_ns, trace.user)
+    return (gap_ns >= 0) & (gap_ns <= RETURN_NS)
 
 
 def gaps_to_previous(arrival_ns: Int64Array, user: Int64Array) -> Int64Array:

@@ -250,6 +250,25 @@ class HbmPool:
             start = operator.index(page) * self.page_bytes
             return self.storage[start : start + self.page_bytes]
 
+    def read_page(self, page: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy one page's bytes into `out`, host memory: uint8 [page_bytes], C-contiguous and writeable.
+
+        No member can lose the page meanwhile: the pool's lock is held until the bytes are there.
+        """
+        if out.shape != (self.page_bytes,) or out.dtype != np.uint8 or not out.flags.c_contiguous:
+            raise ValueError(f"out must be C-contiguous uint8 [{self.page_bytes}], got {out.dtype} {out.shape}")
+        if not out.flags.writeable:
+            raise ValueError("out must be writeable")
+        with self.lock:
+            out[:] = self.page(page)
+
+    def write_page(self, page: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy `data`, host memory as of `read_page`, into one page; as safe against other members."""
+        if data.shape != (self.page_bytes,) or data.dtype != np.uint8 or not data.flags.c_contiguous:
+            raise ValueError(f"data must be C-contiguous uint8 [{self.page_bytes}], got {data.dtype} {data.shape}")
+        with self.lock:
+            self.page(page)[:] = data
+
     def metadata_bytes(self) -> int:
         """Bytes of the pool's own metadata."""
         return sum(array.nbytes for array in self.state)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cache_engine.jit import inner, kernel
+from cache_engine.jit import kernel
 
 # QueueState.params
 SLO_NS = 0
@@ -48,6 +48,7 @@ N_WINDOW = 8
 SKETCH_BINS = 1600
 SKETCH_LOW_MS = 0.01
 SKETCH_WIDTH = 0.01  # in ln: 1 % a bin, up to 88,000 s
+SKETCH_REQUESTS = 2_000.0  # over which the sketch decays
 EXCESS_CLIP = 10.0
 
 FOREVER_NS = 2**63 - 1
@@ -84,6 +85,14 @@ def new_queue_state(params: npt.NDArray[np.float64], requests: int) -> QueueStat
     )
 
 
+def start_window(queue: QueueState) -> None:
+    """Reset the window's counters, and let the sketch decay by what completed in it."""
+    completed = queue.window[COMPLETED]
+    if completed:
+        queue.sketch[:] *= math.exp(-completed / SKETCH_REQUESTS)
+    queue.window[:] = 0.0
+
+
 @kernel
 def waiting(queue: QueueState) -> int:
     """Requests that wait for the link or the accelerator."""
@@ -100,7 +109,7 @@ def full(queue: QueueState) -> bool:
 def shed(queue: QueueState, request: int) -> None:
     """Refuse a request."""
     queue.window[SHED] += 1
-    _complete(queue, request, queue.params[SHED_NS] * 1e-6)
+    complete(queue, request, queue.params[SHED_NS] * 1e-6)
 
 
 @kernel
@@ -130,7 +139,7 @@ def advance(queue: QueueState, arrival_ns: npt.NDArray[np.int64], now_ns: int) -
                 return
             while clocks[DONE] < clocks[STARTED]:
                 request = queue.request[clocks[DONE] % places]
-                _complete(queue, request, (end - arrival_ns[request] + queue.params[REQUEST_NS]) * 1e-6)
+                complete(queue, request, (end - arrival_ns[request] + queue.params[REQUEST_NS]) * 1e-6)
                 clocks[DONE] += 1
         if clocks[STARTED] == clocks[ADMITTED]:
             return
@@ -151,8 +160,9 @@ def advance(queue: QueueState, arrival_ns: npt.NDArray[np.int64], now_ns: int) -
         queue.window[COMPUTE_BUSY] += busy
 
 
-@inner
-def _complete(queue: QueueState, request: int, latency_ms: float) -> None:
+@kernel
+def complete(queue: QueueState, request: int, latency_ms: float) -> None:
+    """Count a request that took `latency_ms`, which must be above 0."""
     window = queue.window
     ratio = latency_ms * 1e6 / queue.params[SLO_NS]
     queue.latency_ms[request] = latency_ms

@@ -14,7 +14,7 @@ from envs.serving.rows import build_rows
 from helm_rl.errors import UserError
 from helm_rl.metrics import SHED_FACTOR, WindowStats
 from helm_rl.profiles.hardware import resolve_hardware
-from helm_rl.profiles.model import resolve_model
+from helm_rl.profiles.model import ModelProfile, resolve_model
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.inspect import returning
 from helm_rl.workloads.trace import Trace
@@ -25,9 +25,8 @@ MAX_REQUEST_ROWS = 1 << 22  # sampled rows; 0.3 GiB of scratch
 MAX_INTERVALS = 4_000_000  # 46 days of 1 s; each is kept, so this is GiBs and minutes
 _MIN_PAGES = 16
 _HEAD_ROWS = 65_536
-_GHOST_BUCKETS = 256
-_GHOST_MEMORY_S = 30.0
-_SKETCH_REQUESTS = 2_000.0
+GHOST_BUCKETS = 256
+GHOST_MEMORY_S = 30.0
 _MARGIN_SPAN = 0.04  # margins are slopes of the ghost's curve over this share of the pool on either side
 EMB, KV = 0, 1
 
@@ -53,9 +52,7 @@ class NodeSim:
         if len(trace) == 0:
             raise UserError(f"trace {trace.meta.name} has no requests: there is nothing to serve")
         trace.validate()  # the kernels rely on it: they check no index
-        trace = _plain(trace)
-        if scenario.hardware.nodes != 1:
-            raise UserError(f"hardware.nodes = {scenario.hardware.nodes}: one node is simulated, so it must be 1")
+        trace = plain(trace)
         seconds = (int(trace.arrival_ns[-1]) - int(trace.arrival_ns[0])) / 1e9
         if seconds > MAX_INTERVALS * scenario.control.interval_s:
             raise UserError(
@@ -65,21 +62,8 @@ class NodeSim:
             )
         model = resolve_model(scenario.model)
         hardware = resolve_hardware(scenario.hardware)
-        page_bytes = scenario.hardware.page_kib * 1024
-        self.pages = int(scenario.hardware.pool_gib * 2**30) // page_bytes
-        self.page_tokens = page_bytes // model.kv_bytes_per_token
-        rows_per_page = page_bytes // model.row_bytes
+        self.pages, self.page_tokens, rows_per_page = page_layout(scenario, model)
         control = scenario.control
-        if self.page_tokens < 1 or rows_per_page < 1:
-            raise UserError(
-                f"hardware.page_kib = {scenario.hardware.page_kib} is too small: a page must hold at least one token's "
-                f"keys and values ({model.kv_bytes_per_token} B) and one row ({model.row_bytes} B)"
-            )
-        if not _MIN_PAGES <= self.pages <= MAX_PAGES:
-            raise UserError(
-                f"hardware.pool_gib = {scenario.hardware.pool_gib:g} holds {self.pages} pages of hardware.page_kib = "
-                f"{scenario.hardware.page_kib} KiB; there must be {_MIN_PAGES} to {MAX_PAGES}"
-            )
         sampled_rows = max(1, min(rows_per_page, MAX_SAMPLED_SLOTS // self.pages))
         self.rate = sampled_rows / rows_per_page
         smallest = max(1, int(control.alpha_min * self.pages)) * rows_per_page
@@ -148,9 +132,9 @@ class NodeSim:
         self._scratch = embedding.new_embedding_scratch(max(1024, self._rows.max_rows))
         self._queue = latency.new_queue_state(self._queue_params, len(trace))
         self._emb_ghost = ghost.new_ghost_state(
-            self._ghost_rate, 16_384, float(pages * self._sampled_rows), _GHOST_BUCKETS
+            self._ghost_rate, 16_384, float(pages * self._sampled_rows), GHOST_BUCKETS
         )
-        self._kv_ghost = ghost.new_ghost_state(1.0, min(16_384, 2 * pages), float(pages), _GHOST_BUCKETS)
+        self._kv_ghost = ghost.new_ghost_state(1.0, min(16_384, 2 * pages), float(pages), GHOST_BUCKETS)
         first = 0 if start_ns is None else int(np.searchsorted(trace.arrival_ns, start_ns))
         start = min(int(trace.arrival_ns[0]), trace.meta.measure_from_ns) if start_ns is None else start_ns
         clocks = np.zeros(loop.N_CLOCKS, np.int64)
@@ -222,12 +206,9 @@ class NodeSim:
         if until_ns < self.now_ns:
             raise ValueError(f"until_ns = {until_ns} lies before the node's clock, {self.now_ns}")
         node, queue = self._node, self._queue
-        completed = queue.window[latency.COMPLETED]
-        if completed:
-            queue.sketch[:] *= math.exp(-completed / _SKETCH_REQUESTS)
-        queue.window[:] = 0.0
+        latency.start_window(queue)
         node.window[: loop.BUDGET] = 0.0
-        decay = math.exp(-(until_ns - self.now_ns) * 1e-9 / _GHOST_MEMORY_S)
+        decay = math.exp(-(until_ns - self.now_ns) * 1e-9 / GHOST_MEMORY_S)
         self._emb_ghost.hits[:] *= decay
         self._kv_ghost.hits[:] *= decay
         self._ghost_requests *= decay
@@ -287,8 +268,8 @@ class NodeSim:
         requests = self._ghost_requests
         if requests == 0:
             return 0.0, 0.0
-        emb_hits = _slope(self._emb_ghost.hits, self.alpha) / (self._ghost_rate * self.rate)
-        kv_pages = _slope(self._kv_ghost.hits, 1.0 - self.alpha)
+        emb_hits = slope(self._emb_ghost.hits, self.alpha) / (self._ghost_rate * self.rate)
+        kv_pages = slope(self._kv_ghost.hits, 1.0 - self.alpha)
         fetches = self._node.fetch_rate[loop.TAIL] * self._rows.state.tail_share[0]
         token_ms = self._token_ms + self._features * fetches * self._row_ms
         return (
@@ -297,14 +278,36 @@ class NodeSim:
         )
 
 
-def _slope(hits: npt.NDArray[np.float64], share: float) -> float:
+def page_layout(scenario: Scenario, model: ModelProfile) -> tuple[int, int, int]:
+    """Return the pool's pages, and how many tokens and how many rows a page holds; UserError where that cannot be."""
+    hardware = scenario.hardware
+    if hardware.nodes != 1:
+        raise UserError(f"hardware.nodes = {hardware.nodes}: this is one node, so it must be 1")
+    page_bytes = hardware.page_kib * 1024
+    pages = int(hardware.pool_gib * 2**30) // page_bytes
+    page_tokens = page_bytes // model.kv_bytes_per_token
+    rows_per_page = page_bytes // model.row_bytes
+    if page_tokens < 1 or rows_per_page < 1:
+        raise UserError(
+            f"hardware.page_kib = {hardware.page_kib} is too small: a page must hold at least one token's "
+            f"keys and values ({model.kv_bytes_per_token} B) and one row ({model.row_bytes} B)"
+        )
+    if not _MIN_PAGES <= pages <= MAX_PAGES:
+        raise UserError(
+            f"hardware.pool_gib = {hardware.pool_gib:g} holds {pages} pages of hardware.page_kib = "
+            f"{hardware.page_kib} KiB; there must be {_MIN_PAGES} to {MAX_PAGES}"
+        )
+    return pages, page_tokens, rows_per_page
+
+
+def slope(hits: npt.NDArray[np.float64], share: float) -> float:
     """Return the hits gained per unit of the pool at a size of `share` of it."""
     low = max(0, int((share - _MARGIN_SPAN) * hits.size))
     high = min(hits.size, max(low + 1, math.ceil((share + _MARGIN_SPAN) * hits.size)))
     return float(hits[low:high].sum()) * hits.size / (high - low)
 
 
-def _plain(trace: Trace) -> Trace:
+def plain(trace: Trace) -> Trace:
     """Return the trace with contiguous, writeable columns: any other is another type to numba, which compiles anew."""
     names = ("arrival_ns", "user", "phase", "history_tokens", "new_tokens", "item_offsets", "item_values")
     return replace(trace, **{name: np.require(getattr(trace, name), requirements=["C", "W"]) for name in names})

@@ -1,7 +1,7 @@
-"""The embedding cache's kernels on a CUDA device, through CuPy.
+"""The embedding cache's kernels on a CUDA device.
 
 This has never run on a GPU yet. The kernels are compiled for sm_80 and sm_90 and, with the launches below, run on the
-host against the CPU backend; `make gpu-check` is what a GPU has still to say. `EmbeddingCache` does not use it yet.
+host against the CPU backend; `make gpu-check` is what a GPU has still to say.
 
 The pool's metadata stay on the host, where other members and leases change them; what a batch needs of them is copied
 to the device when it has changed. Which pages to take or give up is decided by the CPU backend's own kernels, from the
@@ -10,16 +10,15 @@ device's fill levels, stack and times of last use; the device erases what was on
 
 from __future__ import annotations
 
-from importlib import resources
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_engine.backends.cpu import embedding as cpu
 from cache_engine.backends.cpu.pool import FREE_COUNT, PoolState
+from cache_engine.backends.device import Device
 
-THREADS = 256  # of a block; the kernels' launch bounds
 _LEAST_PLACES = 2
 _GROUP_BITS = 1024  # keys whose numbers share a base
 
@@ -27,101 +26,6 @@ _GROUP_BITS = 1024  # keys whose numbers share a base
 UNIQUE = 0
 WAITING = 1
 N_TOTALS = 6
-
-
-class CudaUnavailableError(RuntimeError):
-    """CuPy or a CUDA device is missing; the message says which."""
-
-
-class Device(Protocol):
-    """What the backend asks of a device; arrays are the device's own, with a NumPy dtype and a shape."""
-
-    def array(self, values: npt.NDArray[Any]) -> Any:
-        """Return a new array with a copy of `values`."""
-        ...
-
-    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Return a new array whose contents are not defined."""
-        ...
-
-    def write(self, array: Any, values: npt.NDArray[Any]) -> None:
-        """Copy `values`, of the array's dtype and shape, into it."""
-        ...
-
-    def read(self, array: Any, count: int | None = None) -> npt.NDArray[Any]:
-        """Return a copy of the array, or of its first `count` rows, after all launches so far."""
-        ...
-
-    def launch(self, kernel: str, threads: int, *arguments: Any) -> None:
-        """Run at least `threads` threads of a kernel after all launches so far; arguments are arrays and integers."""
-        ...
-
-
-class CupyDevice:
-    """The current CUDA device of CuPy: everything in order on one stream.
-
-    Args:
-        stream: the stream; by default CuPy's current one.
-
-    Raises:
-        CudaUnavailableError: CuPy is not installed, or there is no device.
-    """
-
-    def __init__(self, stream: Any = None) -> None:
-        try:
-            import cupy
-        except ImportError as e:
-            raise CudaUnavailableError(
-                f"backend 'cuda' needs CuPy, which cannot be imported ({e}): install helm-rl[cuda13], or "
-                "helm-rl[cuda12] for a driver of CUDA 12"
-            ) from e
-        try:
-            devices = cupy.cuda.runtime.getDeviceCount()
-        except Exception as e:  # without a driver CuPy raises instead of counting none
-            raise CudaUnavailableError(
-                f"backend 'cuda' needs an NVIDIA GPU and its driver; CuPy finds none ({e})"
-            ) from e
-        if devices < 1:
-            raise CudaUnavailableError("backend 'cuda' needs an NVIDIA GPU; CuPy finds none")
-        self._cupy = cupy
-        self.stream = cupy.cuda.get_current_stream() if stream is None else stream
-        self._module = cupy.RawModule(code=kernel_source(), options=("-std=c++17",))
-        self._kernels: dict[str, Any] = {}
-
-    def array(self, values: npt.NDArray[Any]) -> Any:
-        """Return a new array with a copy of `values`."""
-        array = self.empty(values.shape, values.dtype)
-        self.write(array, values)
-        return array
-
-    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Return a new array whose contents are not defined."""
-        with self.stream:
-            return self._cupy.empty(shape, dtype)
-
-    def write(self, array: Any, values: npt.NDArray[Any]) -> None:
-        """Copy `values`, of the array's dtype and shape, into it; they may change as soon as this returns."""
-        if values.size:
-            array.set(np.ascontiguousarray(values), stream=self.stream)
-
-    def read(self, array: Any, count: int | None = None) -> npt.NDArray[Any]:
-        """Return a copy of the array, or of its first `count` rows, after all launches so far."""
-        result: npt.NDArray[Any] = array[:count].get(stream=self.stream)
-        return result
-
-    def launch(self, kernel: str, threads: int, *arguments: Any) -> None:
-        """Run at least `threads` threads of a kernel after all launches so far; arguments are arrays and integers."""
-        if kernel not in self._kernels:
-            self._kernels[kernel] = self._module.get_function(kernel)
-        # CuPy passes arguments as they come: every integer of these kernels is 64 bits wide.
-        values = tuple(np.int64(a) if isinstance(a, (int, np.integer)) else a for a in arguments)
-        with self.stream:
-            self._kernels[kernel]((max(1, -(-threads // THREADS)),), (THREADS,), values)
-
-
-def kernel_source() -> str:
-    """Return the text of kernels.cu."""
-    return resources.files(__package__).joinpath("kernels.cu").read_text(encoding="utf-8")
 
 
 class CudaScratch(NamedTuple):
@@ -303,6 +207,15 @@ class CudaEmbedding:
             "invalidate", n, emb.key, emb.table, emb.slot, emb.entry, emb.last, emb.scalars, tables, keys, gone, n
         )
         return int(self.device.read(gone)[0])
+
+    def contains(self, tables: Any, keys: Any) -> npt.NDArray[np.bool_]:
+        """Tell on the host which keys are cached; nothing is counted or stamped. Arguments as of `lookup`."""
+        self._check_published()
+        tables, keys = self._batch(tables, keys)
+        n = int(keys.size)
+        emb, found = self.state, self.device.empty(n, np.bool_)
+        self.device.launch("contains", n, emb.key, emb.table, emb.slot, emb.scalars, tables, keys, found, n)
+        return self.device.read(found)
 
     def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
         """Give up at most `budget` pages over the goal, as the CPU backend's `release_pages`; return how many."""

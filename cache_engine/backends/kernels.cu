@@ -437,6 +437,17 @@ KERNEL invalidate(const i64* index_key, const short* index_table, int* index_slo
     }
 }
 
+// One thread per key: whether it is cached.
+KERNEL contains(const i64* index_key, const short* index_table, const int* index_slot, const i64* scalars,
+                const short* tables, const i64* keys, u8* found, i64 n) {
+    i64 i = thread_number();
+    if (i >= n) return;
+    int base = set_base(hash_key(tables[i], keys[i]), scalars[SETS]);
+    found[i] = 0;
+    for (int e = base; e < base + WAYS; e++)
+        if (index_key[e] == keys[i] && index_table[e] == tables[i] && index_slot[e] >= 0) found[i] = 1;
+}
+
 // One thread per slot of the page that was handed out: erase its row from the index, before the slot can be anyone else's.
 KERNEL unpublish_page(int* index_slot, int* entry, i64* counters, const i64* scalars, i64 page, i64 rows) {
     i64 t = thread_number();

@@ -486,6 +486,24 @@ def invalidate(emb: EmbeddingState, tables: npt.NDArray[np.int16], keys: npt.NDA
 
 
 @kernel
+def contains(
+    emb: EmbeddingState,
+    tables: npt.NDArray[np.int16],
+    keys: npt.NDArray[np.int64],
+    n: int,
+    found: npt.NDArray[np.bool_],
+) -> None:
+    """Tell which keys are cached; nothing is counted or stamped."""
+    sets = emb.scalars[SETS]
+    for i in range(n):
+        base = reduce_range(mix2(np.uint64(tables[i]), np.uint64(keys[i])), sets) * WAYS
+        found[i] = False
+        for e in range(base, base + WAYS):
+            if emb.key[e] == keys[i] and emb.slot[e] >= 0 and emb.table[e] == tables[i]:
+                found[i] = True
+
+
+@kernel
 def retract(emb: EmbeddingState, scratch: EmbeddingScratch, n: int) -> None:
     """Take back the last lookup, of n keys, whose rows did not come: forget the rows it admitted, do not count it.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cache_engine.backends import cuda
+from cache_engine.backends.device import CudaUnavailableError, CupyDevice
 from tests.cache_engine.backends.host_device import ADDRESS, THREAD, HostDevice, compile_host_device, kernel_names
 
 KERNELS = Path(cuda.__file__).with_name("kernels.cu")
@@ -59,11 +60,11 @@ def parallel_device(host_program: Callable[[str], Path]) -> Iterator[HostDevice]
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[cuda.CupyDevice]:
+def gpu() -> Iterator[CupyDevice]:
     """A real device; each array an allocation of its own, so that compute-sanitizer sees what oversteps it."""
     try:
-        device = cuda.CupyDevice()
-    except cuda.CudaUnavailableError as e:
+        device = CupyDevice()
+    except CudaUnavailableError as e:
         pytest.skip(str(e))
     import cupy
 

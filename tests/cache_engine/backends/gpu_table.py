@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from cache_engine.backends.cpu import embedding as cpu
 from cache_engine.backends.cpu import pool as pools
-from cache_engine.backends.cuda import CudaEmbedding, CudaUnavailableError, CupyDevice, Device
+from cache_engine.backends.cuda import CudaEmbedding
+from cache_engine.backends.device import CudaUnavailableError, CupyDevice, Device
 
 ROWS_PER_PAGE = 4096
 ROW_BYTES = 512

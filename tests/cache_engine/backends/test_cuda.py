@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cache_engine.backends import cuda
+from cache_engine.backends import device as devices
 from cache_engine.backends.cpu import pool as pools
 from tests.cache_engine.backends import gpu_table
 from tests.cache_engine.backends.conftest import KERNELS
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_kernels_are_in_the_package() -> None:
-    assert cuda.kernel_source() == KERNELS.read_text()
+    assert devices.kernel_source() == KERNELS.read_text() + KERNELS.with_name("transfer.cu").read_text()
 
 
 def test_importing_the_backend_does_not_import_cupy() -> None:
@@ -33,8 +34,8 @@ def test_importing_the_backend_does_not_import_cupy() -> None:
 
 def test_without_cupy_one_sentence_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(cuda.CudaUnavailableError, match=r"needs CuPy.*install helm-rl\[cuda13\]") as raised:
-        cuda.CupyDevice()
+    with pytest.raises(devices.CudaUnavailableError, match=r"needs CuPy.*install helm-rl\[cuda13\]") as raised:
+        devices.CupyDevice()
     assert "\n" not in str(raised.value)
 
 
@@ -47,8 +48,8 @@ def test_without_a_device_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch, 
     """CuPy raises instead of counting no devices where there is no driver."""
     fake = SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=count)))
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    with pytest.raises(cuda.CudaUnavailableError, match="needs an NVIDIA GPU") as raised:
-        cuda.CupyDevice()
+    with pytest.raises(devices.CudaUnavailableError, match="needs an NVIDIA GPU") as raised:
+        devices.CupyDevice()
     assert "\n" not in str(raised.value)
 
 
@@ -64,7 +65,9 @@ class FakeArray(np.ndarray):
         return np.array(self)
 
 
-class FakeStream:
+class FakeContext:
+    """A stream or a device of CuPy's, as a context."""
+
     entered = 0
 
     def __enter__(self) -> None:
@@ -78,20 +81,21 @@ class FakeStream:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any, Any, tuple[Any, ...]]]]:
     """The launches that CuPy was asked for; nothing runs."""
     asked: list[tuple[str, Any, Any, tuple[Any, ...]]] = []
-    stream = FakeStream()
+    stream = FakeContext()
 
     def record(name: str, grid: Any, block: Any, arguments: tuple[Any, ...]) -> None:
         assert stream.entered == 1
         asked.append((name, grid, block, arguments))
 
     def module(code: str, options: tuple[str, ...]) -> Any:
-        assert code == cuda.kernel_source()
+        assert code == devices.kernel_source()
         return SimpleNamespace(get_function=lambda name: lambda *call: record(name, *call))
 
     fake = SimpleNamespace(
         cuda=SimpleNamespace(
             runtime=SimpleNamespace(getDeviceCount=lambda: 1),
             get_current_stream=lambda: stream,
+            Device=FakeContext,
         ),
         RawModule=module,
         empty=lambda shape, dtype: np.zeros(shape, dtype).view(FakeArray),
@@ -104,7 +108,7 @@ def test_cupy_gets_arrays_and_64_bit_integers_and_no_empty_grid(
     launches: list[tuple[str, Any, Any, tuple[Any, ...]]],
 ) -> None:
     """CuPy checks no types, and a grid of no blocks still runs one."""
-    device = cuda.CupyDevice()
+    device = devices.CupyDevice()
     pool = pools.new_pool_state(4, 1)
     emb = cuda.CudaEmbedding(pool, 8, 4, 0, device)
     pool.goal[0] = 4
@@ -210,8 +214,8 @@ def test_the_table_of_speeds_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_the_check_of_a_gpu_fails_in_one_sentence_where_there_is_none() -> None:
     try:
-        cuda.CupyDevice()
-    except cuda.CudaUnavailableError as e:
+        devices.CupyDevice()
+    except devices.CudaUnavailableError as e:
         sentence = str(e)
     else:
         pytest.skip("there is a GPU here")

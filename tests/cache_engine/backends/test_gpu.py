@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cache_engine.backends.cpu import embedding as cpu
-from cache_engine.backends.cuda import CupyDevice
+from cache_engine.backends.device import CupyDevice
 from tests.cache_engine.backends import gpu_table
 from tests.cache_engine.backends.twins import Twins, random_program
 

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from cache_engine.backends.cpu import embedding as cpu
 from cache_engine.backends.cpu import payload
 from cache_engine.backends.cpu import pool as pools
-from cache_engine.backends.cuda import CudaEmbedding, Device
+from cache_engine.backends.cuda import CudaEmbedding
+from cache_engine.backends.device import Device
 
 Key = tuple[int, int]  # table, id
 

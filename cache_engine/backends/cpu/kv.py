@@ -8,7 +8,7 @@ at once and its pages come back when the last lease ends.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,11 @@ import numpy.typing as npt
 from cache_engine.backends.cpu.pool import PoolState, give_back_page, surplus, take_free_page
 from cache_engine.hashing import mix
 from cache_engine.jit import inner, kernel
+
+if TYPE_CHECKING:
+    from cache_engine.backends.cpu.kv_host import KvHostState
+
+    Users: TypeAlias = "KvState | KvHostState"  # either tier's table of users
 
 NONE = -1
 
@@ -98,7 +103,7 @@ def new_kv_state(pages: int, page_tokens: int, member: int) -> KvState:
 
 
 @kernel
-def find(kv: KvState, user: int) -> int:
+def find(kv: Users, user: int) -> int:
     """Return the user's entry or NONE."""
     mask = kv.place.size - 1
     at = np.int64(mix(np.uint64(user)) & np.uint64(mask))
@@ -126,8 +131,8 @@ def lookup(kv: KvState, pool: PoolState, user: int, epoch: int, tokens: int) -> 
             drop(kv, pool, user)
         else:
             hit = min(kv.tokens[e], tokens)
-            _unlink(kv, e)
-            _link_newest(kv, e)
+            unlink(kv, e)
+            link_newest(kv, e)
     kv.counters[HITS] += hit
     kv.counters[MISSES] += tokens - hit
     return hit
@@ -141,34 +146,29 @@ def extend(kv: KvState, pool: PoolState, user: int, epoch: int, tokens: int) -> 
     epoch is dropped all the same). The user becomes the most recent. The caller fills the new pages.
     """
     page_tokens = kv.scalars[PAGE_TOKENS]
-    member = kv.scalars[MEMBER]
     e = find(kv, user)
     if e != NONE and kv.epoch[e] != epoch:
         kv.counters[STALE] += 1
         drop(kv, pool, user)
         e = NONE
-    have = kv.n_pages[e] if e != NONE else 0
-    own_pinned = kv.n_pages[e] if e != NONE and kv.pins[e] > 0 else 0
-    need = -(-tokens // page_tokens) - have
+    need = -(-tokens // page_tokens) - (kv.n_pages[e] if e != NONE else 0)
     if need <= 0:
         if e != NONE:
             kv.tokens[e] = max(kv.tokens[e], tokens)
-            _unlink(kv, e)
-            _link_newest(kv, e)
+            unlink(kv, e)
+            link_newest(kv, e)
         return True
-    # No new page while over the goal: what is used afterwards, unevictable pages and his own, must fit under it.
-    limit = min(pool.goal[member], pool.owned[member] - pool.n_draining[member])
-    fixed = kv.scalars[PINNED] - own_pinned + have
-    if fixed + need > limit:
+    short = shortage(kv, pool, e, need)
+    if short == NONE:
         kv.counters[REFUSED] += 1
         return False
     if e == NONE:
-        e = _insert(kv, user, epoch)
+        e = insert(kv, user, epoch)
     else:
-        _unlink(kv, e)
-        _link_newest(kv, e)
-    while kv.scalars[USED] + need > limit:
-        _evict_oldest(kv, pool, e)
+        unlink(kv, e)
+        link_newest(kv, e)
+    for _ in range(short):
+        evict_tail(kv, oldest_evictable(kv, e))
     for _ in range(need):
         n = kv.scalars[N_IDLE] - 1
         page = kv.idle[n]
@@ -205,7 +205,7 @@ def unpin(kv: KvState, pool: PoolState, e: int) -> None:
         if kv.doomed[e]:
             kv.doomed[e] = 0
             _free_pages(kv, e)
-            _retire(kv, e)
+            retire(kv, e)
 
 
 @kernel
@@ -214,14 +214,14 @@ def drop(kv: KvState, pool: PoolState, user: int) -> bool:
     e = find(kv, user)
     if e == NONE:
         return False
-    _unlink(kv, e)
-    _erase(kv, e)
+    unlink(kv, e)
+    erase(kv, e)
     kv.scalars[RESIDENT] -= 1
     if kv.pins[e] > 0:
         kv.doomed[e] = 1
     else:
         _free_pages(kv, e)
-        _retire(kv, e)
+        retire(kv, e)
     return True
 
 
@@ -249,8 +249,11 @@ def release_pages(kv: KvState, pool: PoolState, budget: int) -> int:
     member = kv.scalars[MEMBER]
     gone = 0
     while gone < budget and surplus(pool, member) > 0:
-        if kv.scalars[N_IDLE] == 0 and not _evict_oldest(kv, pool, NONE):
-            break
+        if kv.scalars[N_IDLE] == 0:
+            e = oldest_evictable(kv, NONE)
+            if e == NONE:
+                break
+            evict_tail(kv, e)
         n = kv.scalars[N_IDLE] - 1
         kv.scalars[N_IDLE] = n
         give_back_page(pool, kv.idle[n])
@@ -259,29 +262,47 @@ def release_pages(kv: KvState, pool: PoolState, budget: int) -> int:
 
 
 @inner
-def _evict_oldest(kv: KvState, pool: PoolState, keep: int) -> bool:
-    """Make the tail page of the least recent user idle who is neither leased nor `keep`; False if there is none."""
+def shortage(kv: KvState, pool: PoolState, e: int, need: int) -> int:
+    """Return how many pages must be evicted before entry `e` (NONE: a new user) gets `need` more; NONE: he cannot."""
+    member = kv.scalars[MEMBER]
+    have = kv.n_pages[e] if e != NONE else 0
+    own_pinned = kv.n_pages[e] if e != NONE and kv.pins[e] > 0 else 0
+    # No new page while over the goal: what is used afterwards, unevictable pages and his own, must fit under it.
+    limit = min(pool.goal[member], pool.owned[member] - pool.n_draining[member])
+    fixed = kv.scalars[PINNED] - own_pinned + have
+    if fixed + need > limit:
+        return NONE
+    return max(0, kv.scalars[USED] + need - limit)
+
+
+@inner
+def oldest_evictable(kv: KvState, keep: int) -> int:
+    """Return the entry of the least recent user who is neither leased nor `keep`; NONE if there is none."""
     e = kv.scalars[OLDEST]
     while e != NONE and (kv.pins[e] > 0 or e == keep):
         e = kv.newer[e]
-    if e == NONE:
-        return False
+    return e
+
+
+@inner
+def evict_tail(kv: KvState, e: int) -> None:
+    """Make the last page of an unleased user idle."""
     page = kv.tail[e]
     kv.tail[e] = kv.before[page]
     kv.n_pages[e] -= 1
     kv.tokens[e] = min(kv.tokens[e], kv.n_pages[e] * kv.scalars[PAGE_TOKENS])
-    _idle(kv, page)
+    make_idle(kv, page)
     kv.counters[EVICTED] += 1
     if kv.n_pages[e] == 0:
-        _unlink(kv, e)
-        _erase(kv, e)
+        unlink(kv, e)
+        erase(kv, e)
         kv.scalars[RESIDENT] -= 1
-        _retire(kv, e)
-    return True
+        retire(kv, e)
 
 
 @inner
-def _idle(kv: KvState, page: int) -> None:
+def make_idle(kv: KvState, page: int) -> None:
+    """Put a page that held blocks on the idle stack."""
     kv.holder[page] = NONE
     kv.before[page] = NONE
     kv.idle[kv.scalars[N_IDLE]] = page
@@ -294,7 +315,7 @@ def _free_pages(kv: KvState, e: int) -> None:
     page = kv.tail[e]
     while page != NONE:
         before = kv.before[page]
-        _idle(kv, page)
+        make_idle(kv, page)
         page = before
     kv.tail[e] = NONE
     kv.n_pages[e] = 0
@@ -302,13 +323,15 @@ def _free_pages(kv: KvState, e: int) -> None:
 
 
 @inner
-def _retire(kv: KvState, e: int) -> None:
+def retire(kv: Users, e: int) -> None:
+    """Make the entry one that is not in use."""
     kv.unused[kv.scalars[N_UNUSED]] = e
     kv.scalars[N_UNUSED] += 1
 
 
 @inner
-def _insert(kv: KvState, user: int, epoch: int) -> int:
+def insert(kv: Users, user: int, epoch: int) -> int:
+    """Enter a user without pages, the most recent; return his entry."""
     n = kv.scalars[N_UNUSED] - 1
     e = kv.unused[n]
     kv.scalars[N_UNUSED] = n
@@ -323,12 +346,12 @@ def _insert(kv: KvState, user: int, epoch: int) -> int:
         at = (at + 1) & mask
     kv.place[at] = e
     kv.scalars[RESIDENT] += 1
-    _link_newest(kv, e)
+    link_newest(kv, e)
     return e
 
 
 @inner
-def _erase(kv: KvState, e: int) -> None:
+def erase(kv: Users, e: int) -> None:
     """Take the entry out of the hash table, moving later ones of the probe run back (Knuth, algorithm 6.4R)."""
     mask = kv.place.size - 1
     at = np.int64(mix(np.uint64(kv.user[e])) & np.uint64(mask))
@@ -346,7 +369,8 @@ def _erase(kv: KvState, e: int) -> None:
 
 
 @inner
-def _unlink(kv: KvState, e: int) -> None:
+def unlink(kv: Users, e: int) -> None:
+    """Take the entry out of the order of use."""
     older = kv.older[e]
     newer = kv.newer[e]
     if older != NONE:
@@ -360,7 +384,8 @@ def _unlink(kv: KvState, e: int) -> None:
 
 
 @inner
-def _link_newest(kv: KvState, e: int) -> None:
+def link_newest(kv: Users, e: int) -> None:
+    """Make the entry the most recent."""
     newest = kv.scalars[NEWEST]
     kv.older[e] = newest
     kv.newer[e] = NONE

@@ -30,3 +30,7 @@ class KvStats:
     evicted: int  # pages
     refused: int  # extensions refused
     stale: int  # users dropped for a new epoch
+    host_hits: int = 0  # misses that the host had when they were looked up
+    offloaded: int = 0  # pages copied to the host, of those evicted
+    onboarded: int = 0  # pages copied back
+    given_up: int = 0  # pages that the full host gave up for others

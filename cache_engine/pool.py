@@ -7,14 +7,15 @@ import math
 import operator
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_engine.backends.cpu import pool as kernels
+from cache_engine.backends.device import CHUNK_BYTES, CupyDevice, Device
 
 
 class TargetStatus(enum.Enum):
@@ -65,6 +66,11 @@ class HbmPool:
         min_pages: floor of every member's goal.
         payload: True keeps real bytes; False runs the same code on metadata alone.
         drain_limit_s: a page that waits longer for its leases goes back to its owner.
+        backend: "cpu", or "cuda" to keep the bytes and the embedding cache's metadata on a GPU, through CuPy.
+        device: where backend "cuda" lives; by default CuPy's current device, in order with its current stream.
+
+    Raises:
+        CudaUnavailableError: backend "cuda" without CuPy or a GPU.
 
     Thread safety: all operations of the pool and its members take one lock, `lock`; hold it (it is re-entrant) to make
     several of them one. After `close`, only counters, shares and the end of leases still work.
@@ -79,6 +85,8 @@ class HbmPool:
         min_pages: int = 1,
         payload: bool = True,
         drain_limit_s: float = 10.0,
+        backend: str = "cpu",
+        device: Device | None = None,
     ) -> None:
         if len(members) < 1 or len(set(members)) != len(members):
             raise ValueError(f"members must be distinct names, got {list(members)}")
@@ -94,15 +102,28 @@ class HbmPool:
             raise ValueError(f"drain_limit_s must be in [0, 1e9], got {drain_limit_s}")
         if page_bytes < 64 or page_bytes % 64:
             raise ValueError(f"page_bytes must be a positive multiple of 64, got {page_bytes}")
+        if backend not in ("cpu", "cuda"):
+            raise ValueError(f"backend must be 'cpu' or 'cuda', got {backend!r}")
+        if backend == "cpu" and device is not None:
+            raise ValueError("a device is for backend 'cuda' alone")
+        self.backend = backend
+        self.device = CupyDevice() if backend == "cuda" and device is None else device
         self.pages = pages
         self.page_bytes = page_bytes
         self.members = tuple(members)
         self.min_pages = min_pages
         self.drain_limit_ns = int(drain_limit_s * 1e9)
         self.state = kernels.new_pool_state(pages, len(members))
-        self.storage: npt.NDArray[np.uint8] | None = np.zeros(pages * page_bytes, np.uint8) if payload else None
+        # uint8 [pages * page_bytes], of NumPy or of the device; None without payload.
+        self.storage: Any = None
+        if payload and self.device is None:
+            self.storage = np.zeros(pages * page_bytes, np.uint8)
+        elif payload and self.device is not None:
+            self.storage = self.device.allocate(pages * page_bytes)
+        self._copies = self.device.fork() if self.device is not None else None
         self.lock = threading.RLock()
         self.payload = payload
+        self._at_close: list[Callable[[], None]] = []
         self._caches: list[Member | None] = [None] * len(members)
         self._most = [pages] * len(members)
         self._revision: int | None = None
@@ -130,10 +151,19 @@ class HbmPool:
             self._caches[member] = cache
             self._most[member] = most
 
+    def at_close(self, action: Callable[[], None]) -> None:
+        """Let `close` call `action`. Caches call this themselves."""
+        self._at_close.append(action)
+
     def close(self) -> None:
-        """Give the memory back; any later use raises PoolClosedError. Closing twice is harmless."""
+        """Give the memory back; any later use raises PoolClosedError. Closing twice is harmless.
+
+        On a device it is given back when the last view of it that the caller holds goes, too.
+        """
         with self.lock:
             self._closed = True
+            while self._at_close:
+                self._at_close.pop()()
             self.storage = None
 
     def check_open(self) -> None:
@@ -238,8 +268,11 @@ class HbmPool:
         """Pages that nobody owns."""
         return int(self.state.scalars[kernels.FREE_COUNT])
 
-    def page(self, page: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of one page, without a copy; valid until its generation changes."""
+    def page(self, page: int) -> Any:
+        """Return the bytes of one page, uint8 [page_bytes], without a copy; valid until its generation changes.
+
+        A NumPy array, on backend "cuda" one of the device; torch and others view either through DLPack.
+        """
         if not 0 <= page < self.pages:
             raise ValueError(f"page must be in [0, {self.pages}), got {page}")
         with self.lock:
@@ -253,21 +286,49 @@ class HbmPool:
     def read_page(self, page: int, out: npt.NDArray[np.uint8]) -> None:
         """Copy one page's bytes into `out`, host memory: uint8 [page_bytes], C-contiguous and writeable.
 
-        No member can lose the page meanwhile: the pool's lock is held until the bytes are there.
+        The copy begins after all that the pool's stream was given so far, and has a stream of its own, on which it
+        goes in pieces of at most CHUNK_BYTES: a fetch of rows waits for one of them at most. The pool's lock is held
+        until the bytes are there, so nobody can have the page meanwhile.
         """
-        if out.shape != (self.page_bytes,) or out.dtype != np.uint8 or not out.flags.c_contiguous:
-            raise ValueError(f"out must be C-contiguous uint8 [{self.page_bytes}], got {out.dtype} {out.shape}")
+        self._check_host(out, "out")
         if not out.flags.writeable:
             raise ValueError("out must be writeable")
         with self.lock:
-            out[:] = self.page(page)
+            for piece, host in self._pieces(self.page(page), out):
+                if self._copies is None:
+                    host[:] = piece
+                else:
+                    self._copies.read_into(piece, host)
 
     def write_page(self, page: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copy `data`, host memory as of `read_page`, into one page; as safe against other members."""
-        if data.shape != (self.page_bytes,) or data.dtype != np.uint8 or not data.flags.c_contiguous:
-            raise ValueError(f"data must be C-contiguous uint8 [{self.page_bytes}], got {data.dtype} {data.shape}")
+        """Copy `data`, host memory as of `read_page`, into one page; in the same way."""
+        self._check_host(data, "data")
         with self.lock:
-            self.page(page)[:] = data
+            for piece, host in self._pieces(self.page(page), data):
+                if self._copies is None:
+                    piece[:] = host
+                else:
+                    self._copies.write(piece, host)
+                    self._copies.record().wait()
+
+    def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
+        """Return new host memory of `size` zero bytes from which and to which pages are copied fastest."""
+        return np.zeros(size, np.uint8) if self.device is None else self.device.pinned(size)
+
+    def _pieces(self, page: Any, host: npt.NDArray[np.uint8]) -> list[tuple[Any, npt.NDArray[np.uint8]]]:
+        if self.device is None or self._copies is None:
+            return [(page, host)]
+        self._copies.after(self.device.record())
+        starts = range(0, self.page_bytes, CHUNK_BYTES)
+        return [(page[at : at + CHUNK_BYTES], host[at : at + CHUNK_BYTES]) for at in starts]
+
+    def _check_host(self, array: npt.NDArray[np.uint8], what: str) -> None:
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{what} must be a NumPy array, got {type(array).__name__}")
+        if array.shape != (self.page_bytes,) or array.dtype != np.uint8 or not array.flags.c_contiguous:
+            raise ValueError(
+                f"{what} must be C-contiguous uint8 [{self.page_bytes}], got {array.dtype} {list(array.shape)}"
+            )
 
     def metadata_bytes(self) -> int:
         """Bytes of the pool's own metadata."""

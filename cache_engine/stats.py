@@ -15,7 +15,8 @@ class EmbeddingStats:
     fetched: int  # unique misses: rows that crossed the link
     bypassed: int  # misses that found no slot
     evicted: int
-    link_bytes: int  # fetched x row bytes
+    link_bytes: int  # (fetched + refilled) x row bytes
+    refilled: int = 0  # rows copied in the background
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+CHUNK_BYTES = 1 << 20  # of a copy in the background, at most: so long a fetch may wait for it
 THREADS = 256  # of a block; the kernels' launch bounds
 
 _HOST_MEMORY = 1  # cudaMemoryTypeHost
@@ -233,7 +234,7 @@ class CupyDevice:
             event.record(self.stream)
         return CupyEvent(event)
 
-    def after(self, event: CupyEvent) -> None:  # type: ignore[override]
+    def after(self, event: Any) -> None:
         """Let the work given to the stream from now on begin when the event, of any stream, is done."""
         self.stream.wait_event(event.event)
 

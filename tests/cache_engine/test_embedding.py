@@ -386,7 +386,7 @@ def test_an_interrupt_leaves_no_row_behind(monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("cache_engine.embedding.payload.store_rows", interrupt)
+        patch.setattr("cache_engine.backends.cpu.backend.payload.store_rows", interrupt)
         with pytest.raises(KeyboardInterrupt):
             emb.lookup(np.array([1, 2, 3]))
     check(pool, emb)

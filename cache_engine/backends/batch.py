@@ -1,0 +1,90 @@
+"""Batches as callers give them, checked, in the types of the kernels; and the rows of host tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
+_CPU_MEMORY = (1, 3, 11)  # DLPack's device types whose bytes the host can read: CPU, CUDA host, ROCm host
+
+
+def as_numpy(values: Any, what: str) -> Any:
+    """Return a NumPy array over the memory of an object with DLPack, no copy; anything else as it is.
+
+    Raises:
+        ValueError: its memory is that of a GPU.
+    """
+    if isinstance(values, np.ndarray) or not hasattr(values, "__dlpack_device__"):
+        return values
+    if int(values.__dlpack_device__()[0]) not in _CPU_MEMORY:
+        raise ValueError(f"{what} are in a GPU's memory; this takes them from the host's")
+    return np.from_dlpack(values)
+
+
+def as_ids(array: Any, what: str) -> npt.NDArray[np.int64]:
+    """Return integers of any layout as the int64 array that kernels are compiled for."""
+    ids = np.asarray(as_numpy(array, what))
+    if ids.ndim != 1:
+        raise ValueError(f"{what} must be one-dimensional, got shape {ids.shape}")
+    if ids.dtype.kind not in "iu" and ids.size:
+        raise TypeError(f"{what} must be integers, got {ids.dtype}")
+    if ids.dtype == np.uint64 and ids.size and ids.max() > np.uint64(2**63 - 1):
+        raise ValueError(f"{what} must fit int64, got {ids.max()}; map them to dense codes or view them as int64")
+    # One layout: kernels would be compiled anew for arrays that are read-only, strided or not aligned.
+    return np.require(ids, np.int64, ("C", "ALIGNED", "WRITEABLE"))
+
+
+def host_batch(ids: Any, tables: Any, table_count: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+    """Return (tables, keys) of a batch; `tables` is one number for all, or one for each id."""
+    keys = as_ids(ids, "ids")
+    one = isinstance(tables, (int, np.integer))
+    numbers = as_ids(np.array([tables]) if one else tables, "tables")
+    if not one and numbers.size != keys.size:
+        raise ValueError(f"tables must have one entry per id: {numbers.size} for {keys.size} ids")
+    if numbers.size and not (numbers.min() >= 0 and numbers.max() < table_count):
+        raise ValueError(f"tables must be in [0, {table_count}), got {numbers.min()}..{numbers.max()}")
+    table = np.empty(keys.size, np.int16)
+    table[:] = numbers
+    return table, keys
+
+
+def check_rows(tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], limits: npt.NDArray[np.int64]) -> None:
+    """Raise ValueError for the first key that is no row of its table; `limits`: rows of each table."""
+    most = limits[tables]
+    wrong = (keys < 0) | (keys >= most)
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        raise ValueError(f"ids[{i}] = {keys[i]} is not a row of table {tables[i]}, which has {most[i]}")
+
+
+def as_rows(table: Any, row_bytes: int, number: int) -> Bytes:
+    """Return a host table as bytes [rows, width], no copy."""
+    array = as_numpy(table, f"rows of table {number}")
+    if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+        raise TypeError(f"table {number} must be a NumPy array of plain values, got {type(table).__name__}")
+    if array.ndim < 2 or not array.flags.c_contiguous or not all(array.shape[1:]):
+        raise ValueError(f"table {number} must be a C-contiguous array [rows, ...], got shape {array.shape}")
+    rows = array.reshape(array.shape[0], math.prod(array.shape[1:])).view(np.uint8)
+    if rows.shape[1] > row_bytes:
+        raise ValueError(f"rows of table {number} have {rows.shape[1]} bytes, more than row_bytes={row_bytes}")
+    return rows
+
+
+def read_rows(tables: Sequence[Bytes], numbers: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], out: Bytes) -> None:
+    """Copy row keys[i] of table numbers[i] into out[i], zeros after the width of its table."""
+    for k in np.unique(numbers) if len(tables) > 1 else (0,) if keys.size else ():
+        at = numbers == k if len(tables) > 1 else slice(None)
+        rows = tables[k]
+        width = rows.shape[1]
+        if len(tables) == 1 and width == out.shape[1] and type(rows) is np.ndarray:
+            np.take(rows, keys, axis=0, out=out, mode="clip")  # in range already; "raise" would copy twice
+        else:
+            out[at, :width] = rows[keys[at]]
+            out[at, width:] = 0

@@ -33,7 +33,7 @@ class Args:
     """
 
     scenario: str = "burst"
-    """Shipped scenario (burst, conversation, steady, trend) or TOML file."""
+    """Shipped scenario (burst, conversation, laptop, steady, trend) or TOML file."""
     seconds: float = 240.0
     """Length of the load that is served, warm-up included."""
     repeats: int = 3

@@ -97,7 +97,7 @@ class Args:
     """Team at Weights and Biases; your own account if not given."""
 
     scenario: str = "burst"
-    """Scenario to train on: a shipped name (burst, conversation, steady, trend) or the path of a TOML file."""
+    """Scenario to train on: a shipped name (burst, conversation, laptop, steady, trend) or the path of a TOML file."""
     trace: Path | None = None
     """Trace (.parquet) to train on; without it traces are generated from the scenario."""
     env_id: str = NODE_ENV

@@ -25,7 +25,7 @@ MAX_REQUEST_ROWS = 1 << 22  # sampled rows; 0.3 GiB of scratch
 MAX_INTERVALS = 4_000_000  # 46 days of 1 s; each is kept, so this is GiBs and minutes
 _MIN_PAGES = 16
 _HEAD_ROWS = 65_536
-GHOST_BUCKETS = 256
+_GHOST_BUCKETS = 256
 GHOST_MEMORY_S = 30.0
 _MARGIN_SPAN = 0.04  # margins are slopes of the ghost's curve over this share of the pool on either side
 EMB, KV = 0, 1
@@ -132,9 +132,9 @@ class NodeSim:
         self._scratch = embedding.new_embedding_scratch(max(1024, self._rows.max_rows))
         self._queue = latency.new_queue_state(self._queue_params, len(trace))
         self._emb_ghost = ghost.new_ghost_state(
-            self._ghost_rate, 16_384, float(pages * self._sampled_rows), GHOST_BUCKETS
+            self._ghost_rate, 16_384, float(pages * self._sampled_rows), _GHOST_BUCKETS
         )
-        self._kv_ghost = ghost.new_ghost_state(1.0, min(16_384, 2 * pages), float(pages), GHOST_BUCKETS)
+        self._kv_ghost = ghost.new_ghost_state(1.0, min(16_384, 2 * pages), float(pages), _GHOST_BUCKETS)
         first = 0 if start_ns is None else int(np.searchsorted(trace.arrival_ns, start_ns))
         start = min(int(trace.arrival_ns[0]), trace.meta.measure_from_ns) if start_ns is None else start_ns
         clocks = np.zeros(loop.N_CLOCKS, np.int64)
@@ -268,8 +268,8 @@ class NodeSim:
         requests = self._ghost_requests
         if requests == 0:
             return 0.0, 0.0
-        emb_hits = slope(self._emb_ghost.hits, self.alpha) / (self._ghost_rate * self.rate)
-        kv_pages = slope(self._kv_ghost.hits, 1.0 - self.alpha)
+        emb_hits = _slope(self._emb_ghost.hits, self.alpha) / (self._ghost_rate * self.rate)
+        kv_pages = _slope(self._kv_ghost.hits, 1.0 - self.alpha)
         fetches = self._node.fetch_rate[loop.TAIL] * self._rows.state.tail_share[0]
         token_ms = self._token_ms + self._features * fetches * self._row_ms
         return (
@@ -300,7 +300,7 @@ def page_layout(scenario: Scenario, model: ModelProfile) -> tuple[int, int, int]
     return pages, page_tokens, rows_per_page
 
 
-def slope(hits: npt.NDArray[np.float64], share: float) -> float:
+def _slope(hits: npt.NDArray[np.float64], share: float) -> float:
     """Return the hits gained per unit of the pool at a size of `share` of it."""
     low = max(0, int((share - _MARGIN_SPAN) * hits.size))
     high = min(hits.size, max(low + 1, math.ceil((share + _MARGIN_SPAN) * hits.size)))

@@ -41,7 +41,7 @@ class GenerateArgs:
     """
 
     scenario: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCENARIO")]
-    """The load: the name of a shipped scenario (burst, conversation, steady, trend), or a TOML file."""
+    """The load: the name of a shipped scenario (burst, conversation, laptop, steady, trend), or a TOML file."""
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.parquet")]
     """Write the trace here."""
     seed: Annotated[int | None, _SAID] = None

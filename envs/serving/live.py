@@ -1,0 +1,616 @@
+"""One node on the wall clock: the live cache engine with payload, driven by a trace in real time."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_engine import EmbeddingCache, HbmPool, KvCache, KvLease
+from cache_engine.backends.device import CudaUnavailableError, CupyDevice
+from cache_engine.ghost import Ghost
+from cache_engine.hashing import mix, reduce_range
+from cache_engine.jit import kernel
+from envs.serving import latency, payload
+from envs.serving.matrix_product import MatrixProduct
+from envs.serving.node import GHOST_MEMORY_S, page_layout, plain
+from envs.serving.rows import ITEMS, RowState, build_rows, candidate_rows, history_rows
+from helm_rl.errors import UserError
+from helm_rl.metrics import SHED_FACTOR, WindowStats
+from helm_rl.profiles.hardware import resolve_hardware
+from helm_rl.profiles.model import resolve_model
+from helm_rl.scenario import Scenario
+from helm_rl.workloads.inspect import returning
+from helm_rl.workloads.trace import Trace
+
+BACKENDS = ("cpu", "cuda")
+TABLES = 4
+_EPOCH = 0  # a history whose start slides away is taken to keep it, as in the simulator
+_MAX_REQUEST_ROWS = 1 << 22
+_JOIN_S = 60.0
+_GHOST_ROWS = 8192  # sampled rows that a pool of embeddings alone would hold
+_N_RECENT = 5  # requests, rows asked, rows fetched, rows and pages that 1 % more of the pool would have hit; decayed
+
+
+@dataclass(frozen=True)
+class LiveTotals:
+    """What was counted since the reset. Rows and pages are verified in the warm-up, too."""
+
+    requests: int  # completed on the wall clock, shed ones included
+    shed: int
+    refused: int  # histories for which the KV cache had no room
+    rows_verified: int
+    pages_verified: int
+    wrong_bytes: int
+    pages_moved: int  # ownership changes
+    busy_s: float  # serving, without the time that verifying takes
+    engine_s: float  # of it inside calls of the cache engine
+
+
+@dataclass
+class _Served:
+    """A request between its look-ups and the end of its batch."""
+
+    request: int
+    user: int
+    seconds: float  # of the model's compute
+    pages: npt.NDArray[np.int32]  # of its history, in use until the batch ends
+    lease: KvLease | None
+
+
+class LiveNode:
+    """A serving node on the wall clock: pool, caches and host tables are real, the model is a matrix product.
+
+    One thread serves the queue in batches: KV look-up, rows of what is not cached through the embedding cache, the new
+    KV pages written, the product; a KV lease holds a request's pages until its batch has ended. Another moves pages, a
+    few on every tick. `reset` starts both, `run` waits for the end of a window and returns what was measured, `close`
+    stops them and gives the memory back.
+
+    Times are those of the trace divided by `speed`; everything else happens in real time. Latency runs from a request's
+    scheduled arrival, however late it is taken up.
+
+    Limits: link and accelerator work in turns, not at once; `link_busy_ns` is the time of embedding look-ups, in which
+    the copies of hits are, too: no remote link is imitated. Tokens and rows count in the window in which a request is
+    served, arrivals in the one in which it arrives.
+
+    Args:
+        scenario: model, pool, control and queue; its load only says how popular rows are where the trace does not.
+        trace: the arrivals.
+        backend: where pool and product are: "cpu" or "cuda".
+        speed: how many times faster than the trace's clock its requests arrive.
+        compute_scale: times the compute time of the scenario's profile that the product takes; 0: none.
+        table_rows: rows of each of the TABLES host tables. Rows of the law that lie past them share others' places.
+        verify: compare every row and every KV page served with what it must be, byte for byte.
+
+    Raises:
+        UserError: an unsound trace, a pool or tables that do not fit this machine, no GPU for "cuda".
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        trace: Trace,
+        *,
+        backend: str = "cpu",
+        speed: float = 1.0,
+        compute_scale: float = 1.0,
+        table_rows: int = 1 << 21,
+        verify: bool = False,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        if not (math.isfinite(speed) and speed > 0):
+            raise UserError(f"speed must be above 0, got {speed}")
+        if not (math.isfinite(compute_scale) and compute_scale >= 0):
+            raise UserError(f"compute_scale must be at least 0, got {compute_scale}")
+        if not 1 <= table_rows < 2**31:
+            raise UserError(f"table_rows must lie in 1 to {2**31 - 1}, got {table_rows}")
+        if len(trace) == 0:
+            raise UserError(f"trace {trace.meta.name} has no requests: there is nothing to serve")
+        trace.validate()  # the kernels rely on it: they check no index
+        model = resolve_model(scenario.model)
+        hardware = resolve_hardware(scenario.hardware)
+        self.pages, page_tokens, self._rows_per_page = page_layout(scenario, model)
+        self._page_bytes = scenario.hardware.page_kib * 1024
+        need = self.pages * self._page_bytes + TABLES * table_rows * model.row_bytes
+        _refuse_larger_than_memory(scenario, need)
+        try:
+            self._device = CupyDevice() if backend == "cuda" else None
+        except CudaUnavailableError as error:
+            raise UserError(str(error)) from None
+        self._product = MatrixProduct(backend)
+        self.scenario = scenario
+        self.trace = _at_speed(plain(trace), speed)
+        self.backend = backend
+        self.verify = verify
+        self._model = model
+        self._rows = build_rows(
+            self.trace,
+            features=model.features_per_token,
+            candidates=model.candidates,
+            page_tokens=page_tokens,
+            rate=1.0,
+            head=0,
+            zipf=scenario.load.zipf_items,
+            items=scenario.load.items,
+        )
+        if self._rows.max_rows > _MAX_REQUEST_ROWS:
+            raise UserError(
+                f"trace {trace.meta.name} has a history of {trace.history_tokens.max()} tokens: with "
+                f"model.features_per_token = {model.features_per_token} and model.candidates = {model.candidates} one "
+                f"request reads {self._rows.max_rows} rows; at most {_MAX_REQUEST_ROWS} are possible"
+            )
+        self.tables = [payload.make_table(k, table_rows, model.row_bytes) for k in range(TABLES)]
+        self._keys = np.zeros(self._rows.max_rows, np.int64)
+        self._ids = np.zeros(self._rows.max_rows, np.int64)
+        self._table_of = np.zeros(self._rows.max_rows, np.int16)
+        # One buffer for the rows of every request; on a GPU each has its own.
+        self._row_bytes = np.zeros((self._rows.max_rows, model.row_bytes), np.uint8) if backend == "cpu" else None
+        self._page = np.zeros(self._page_bytes, np.uint8)
+        self._returning = returning(self.trace)
+        # As in the simulator: fixed per batch, per FLOP, and what a hit saves by the profile, in ms.
+        self._batch_s = compute_scale * hardware.batch_ms * 1e-3
+        self._flop_s = compute_scale / hardware.flop_per_s
+        self._row_ms = model.row_bytes / scenario.hardware.link_gb_s * 1e-6
+        self._token_ms = model.flops_per_token * self._flop_s * 1e3
+        params = np.zeros(latency.N_PARAMS)
+        params[latency.SLO_NS] = scenario.slo_ms * 1e6
+        params[latency.MAX_BATCH] = scenario.hardware.max_batch
+        params[latency.QUEUE_BOUND] = scenario.hardware.queue_bound
+        params[latency.SHED_NS] = SHED_FACTOR * scenario.slo_ms * 1e6
+        self._queue_params = params
+        self._lock = (
+            threading.Lock()
+        )  # of counters, queue and ghosts; the pool's is taken within it, never the other way round
+        self._stop = threading.Event()
+        self._halted = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._pool: HbmPool | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+        self._use_once()
+
+    def reset(self, alpha: float, start_ns: int, warm_ns: int = 0) -> None:
+        """Start anew at `start_ns` of the trace's clock, with empty KV cache and the most popular rows in the other.
+
+        The requests of the `warm_ns` before are served first, as fast as the caches can, without the product.
+        """
+        if self._closed:
+            raise RuntimeError("the node was closed: make a new one")
+        self._shut_down()
+        self._start_engine(alpha)
+        if self._rows.state.content[0] != ITEMS:
+            self._fill()
+        first, at = np.searchsorted(self.trace.arrival_ns, [start_ns - warm_ns, start_ns])
+        self.now_ns = start_ns - warm_ns
+        for i in range(int(first), int(at)):
+            self._end([self._look_up(i)])
+        self._margins(start_ns)
+        self._new_window()
+        self._next = int(at)
+        self._busy_ns = self._engine_ns = 0
+        self.now_ns = start_ns
+        self._origin_ns = time.monotonic_ns() - start_ns
+        self._error = None
+        self._stop.clear()
+        self._halted.clear()
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=f"helm-live-{name}", daemon=True)
+            for name, work in (("serve", self._serve), ("migrate", self._migrate))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def set_target(self, alpha: float) -> None:
+        """Ask for `alpha`, within the scenario's bounds; NaN is refused with ValueError."""
+        if not math.isfinite(alpha):
+            raise ValueError(f"alpha must be a number in [0, 1], got {alpha}")
+        control = self.scenario.control
+        self.target = min(max(alpha, control.alpha_min), control.alpha_max)
+        self._revision += 1
+        self.pool.set_target(self.target, self._revision)
+
+    @property
+    def pool(self) -> HbmPool:
+        """The pool; it is another one after each reset."""
+        if self._pool is None:
+            raise RuntimeError("the node was closed: make a new one" if self._closed else "call reset first")
+        return self._pool
+
+    @property
+    def alpha(self) -> float:
+        """The share of the pool that the embedding cache owns now."""
+        return self.pool.alpha
+
+    @property
+    def latency_ms(self) -> npt.NDArray[np.float32]:
+        """Latency of each request from its scheduled arrival, [n]; NaN: not complete; shed: SHED_FACTOR * SLO."""
+        return self._queue.latency_ms
+
+    @property
+    def totals(self) -> LiveTotals:
+        """What was counted since the reset."""
+        with self._lock:
+            return LiveTotals(
+                requests=self._requests,
+                shed=self._shed,
+                refused=self._refused,
+                rows_verified=self._rows_verified,
+                pages_verified=self._pages_verified,
+                wrong_bytes=self._wrong_bytes,
+                pages_moved=self._pages_moved,
+                busy_s=self._busy_ns * 1e-9,
+                engine_s=self._engine_ns * 1e-9,
+            )
+
+    def clock_ns(self) -> int:
+        """Return the time now, on the trace's clock."""
+        return time.monotonic_ns() - self._origin_ns
+
+    def run(self, until_ns: int) -> WindowStats:
+        """Sleep until `until_ns` of the trace's clock and return what was measured since the last call.
+
+        Raises:
+            RuntimeError: a thread of the node failed (its error is the cause), or the node was closed meanwhile.
+        """
+        pool = self.pool
+        while (left_ns := until_ns - self.clock_ns()) > 0 and not self._halted.wait(left_ns * 1e-9):
+            pass
+        if self._error is not None:
+            raise RuntimeError(f"serving failed: {self._error!r}; reset starts anew") from self._error
+        if self._halted.is_set():
+            raise RuntimeError("the node was closed while it was serving")
+        alpha, backlog = pool.alpha, pool.backlog
+        with self._lock:
+            now = self.clock_ns()
+            self._admit(now)
+            stats = self._window_stats(now, alpha, backlog)
+            self._new_window()
+            self.now_ns = now
+        return stats
+
+    def close(self) -> None:
+        """Stop the threads and give the memory back; twice is harmless."""
+        self._closed = True
+        self._shut_down()
+        self.tables = []
+
+    def _shut_down(self) -> None:
+        self._stop.set()
+        self._halted.set()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+            if thread.is_alive():
+                raise RuntimeError(f"thread {thread.name} has not ended within {_JOIN_S:g} s")
+        self._threads = []
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _start_engine(self, alpha: float) -> None:
+        scenario, model = self.scenario, self._model
+        self._pool = pool = HbmPool(self.pages, self._page_bytes, backend=self.backend, device=self._device)
+        if isinstance(pool.storage, np.ndarray):
+            pool.storage.fill(0)  # the system gives memory at its first use: now, not while requests wait
+        most = min(self.pages - 1, math.ceil(scenario.control.alpha_max * self.pages) + 1)
+        self._emb = EmbeddingCache(pool, row_bytes=model.row_bytes, tables=self.tables, max_pages=most)
+        self._kv = KvCache(pool, token_bytes=model.kv_bytes_per_token)
+        self._revision = 0
+        self.set_target(alpha)
+        pool.migrate(self.pages)
+        self._queue = latency.new_queue_state(self._queue_params, len(self.trace))
+        self._waiting: deque[int] = deque()
+        rows = self._rows_per_page
+        rate = min(1.0, _GHOST_ROWS / (self.pages * rows))
+        self._emb_ghost = Ghost(pool, "emb", max_pages=self.pages, units_per_page=rows, rate=rate)
+        self._kv_ghost = Ghost(pool, "kv", max_pages=self.pages, units_per_page=1, rate=1.0)
+        self._recent = np.zeros(_N_RECENT)
+        self._requests = self._shed = self._refused = 0
+        self._rows_verified = self._pages_verified = self._wrong_bytes = self._pages_moved = 0
+        self._busy_ns = self._engine_ns = self._verify_ns = 0
+        self._new_window()
+
+    def _use_once(self) -> None:
+        """Serve a request into caches that are then thrown away: what is compiled or loaded at first use, is now."""
+        self.now_ns = 0
+        self._start_engine(0.5)
+        self._product.run(self._product.product_s, self._stop)
+        self._end([self._look_up(0)])
+        latency.complete(self._queue, 0, 1.0)
+        latency.shed(self._queue, 0)
+        self._window_stats(0, 0.5, 0)
+        self._shut_down()
+
+    def _fill(self) -> None:
+        """Fill the embedding cache with the most popular rows, the most popular last."""
+        slots = self.pool.owned("emb") * self._rows_per_page
+        keys = np.arange(min(self._rows.strata, slots, TABLES * len(self.tables[0])) - 1, -1, -1, dtype=np.int64)
+        size = max(1024, self._keys.size)
+        for start in range(0, keys.size, size):
+            part = keys[start : start + size]
+            self._emb.lookup(part // TABLES, part % TABLES)
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+            self._stop.set()
+            self._halted.set()
+
+    def _serve(self) -> None:
+        """Serve batches until told to stop."""
+        arrival_ns = self.trace.arrival_ns
+        while not self._stop.is_set():
+            with self._lock:
+                now = self.clock_ns()
+                self._admit(now)
+                size = min(self.scenario.hardware.max_batch, len(self._waiting))
+                batch = [self._waiting.popleft() for _ in range(size)]
+                upcoming = self._next
+            if batch:
+                self._serve_batch(batch)
+            else:
+                left_s = (int(arrival_ns[upcoming]) - now) * 1e-9 if upcoming < len(arrival_ns) else None
+                self._stop.wait(left_s if left_s is None else max(left_s, 0.0))
+
+    def _admit(self, now_ns: int) -> None:
+        """Queue what has arrived by `now_ns`. Only `_serve` takes requests out, after this: so what finds the queue
+        full here found it full when it arrived.
+        """
+        last = int(np.searchsorted(self.trace.arrival_ns, now_ns, side="right"))
+        for i in range(self._next, last):
+            self._arrivals += 1
+            self._returned += int(self._returning[i])
+            if len(self._waiting) >= self.scenario.hardware.queue_bound:
+                latency.shed(self._queue, i)
+                self._shed += 1
+                self._requests += 1
+            else:
+                self._waiting.append(i)
+        self._next = last
+
+    def _serve_batch(self, batch: list[int]) -> None:
+        begun = time.perf_counter_ns()
+        verifying = self._verify_ns
+        served = [self._look_up(i) for i in batch]
+        started = time.perf_counter_ns()
+        self._product.run(self._batch_s + sum(one.seconds for one in served), self._stop)
+        ended = time.perf_counter_ns()
+        with self._lock:
+            now = self.clock_ns()
+            for one in served:
+                took_ns = max(now - int(self.trace.arrival_ns[one.request]), 1)
+                latency.complete(self._queue, one.request, took_ns * 1e-6)
+            self._queue.window[latency.COMPUTE_BUSY] += ended - started
+            self._requests += len(served)
+        self._end(served)
+        with self._lock:
+            self._busy_ns += time.perf_counter_ns() - begun - (self._verify_ns - verifying)
+
+    def _look_up(self, i: int) -> _Served:
+        """Find the history's prefix and lease it, read the rows of the rest, write the new KV pages.
+
+        They are written before the product that stands for computing them: the next request of the batch may be the
+        same user's.
+        """
+        trace, model, pool = self.trace, self._model, self.pool
+        user, phase, history = int(trace.user[i]), int(trace.phase[i]), int(trace.history_tokens[i])
+        begun = time.perf_counter_ns()
+        with pool.lock:  # nothing may be evicted between the look-up and the lease
+            # Newest events were never computed, so they cannot be found.
+            prefix = self._kv.lookup(user, history - int(trace.new_tokens[i]), _EPOCH)
+            before = self._kv.pages(user).size
+            kept = self._kv.extend(user, history, _EPOCH)
+            lease = self._kv.lease(user)
+            pages = self._kv.pages(user)
+        engine_ns = time.perf_counter_ns() - begun
+        for index in range(before, pages.size):
+            payload.fill_page(self._page, user, _EPOCH, index)
+            begun = time.perf_counter_ns()
+            pool.write_page(int(pages[index]), self._page)
+            engine_ns += time.perf_counter_ns() - begun
+
+        rows = self._rows.state
+        n = _request_rows(rows, self._keys, i, user, phase, prefix, history, model.candidates)
+        ids, tables = self._ids[:n], self._table_of[:n]
+        _locate(self._keys, n, ids, tables, TABLES, len(self.tables[0]))
+        begun = time.perf_counter_ns()
+        found = self._emb.lookup(ids, tables, out=None if self._row_bytes is None else self._row_bytes[:n])
+        hits = int(np.count_nonzero(_on_host(found.hit)))
+        lookup_ns = time.perf_counter_ns() - begun
+        wrong = 0
+        if self.verify:
+            begun = time.perf_counter_ns()
+            wrong = payload.wrong_row_bytes(_on_host(found.rows), tables, ids)
+            self._verify_ns += time.perf_counter_ns() - begun
+
+        with self._lock:
+            self._tokens += history
+            self._tokens_hit += prefix
+            self._rows_asked += n
+            self._rows_hit += hits
+            self._fetched += found.fetched
+            self._looked_up += 1
+            self._emb_ghost.feed_rows(tables, ids)
+            self._kv_ghost.feed_run(user, -(-history // self._kv.page_tokens))
+            self._queue.window[latency.LINK_BUSY] += lookup_ns
+            self._engine_ns += engine_ns + lookup_ns
+            self._refused += not kept
+            self._rows_verified += n if self.verify else 0
+            self._wrong_bytes += wrong
+        tokens = history - prefix
+        pairs = tokens * (prefix + 0.5 * tokens) + model.candidates * history
+        flop = model.flops_per_token * (tokens + model.candidates) + model.flops_per_pair * pairs
+        return _Served(i, user, flop * self._flop_s, pages, lease)
+
+    def _end(self, served: list[_Served]) -> None:
+        """Check the pages that the batch has used, to the end, and let go of them."""
+        for one in served:
+            if self.verify:
+                begun = time.perf_counter_ns()
+                wrong = 0
+                for index, page in enumerate(one.pages):
+                    self.pool.read_page(int(page), self._page)
+                    wrong += payload.wrong_page_bytes(self._page, one.user, _EPOCH, index)
+                self._verify_ns += time.perf_counter_ns() - begun
+                with self._lock:
+                    self._pages_verified += one.pages.size
+                    self._wrong_bytes += wrong
+            if one.lease is not None:
+                one.lease.release()
+
+    def _migrate(self) -> None:
+        """Move pages on every tick until told to stop; a tick that was missed is not made up for."""
+        control = self.scenario.control
+        tick_ns = max(1, round(min(control.tick_s, control.interval_s) * 1e9))
+        budget = 0.0
+        due = time.monotonic_ns()
+        while True:
+            now = time.monotonic_ns()
+            due += ((now - due) // tick_ns + 1) * tick_ns
+            if self._stop.wait((due - now) * 1e-9):
+                return
+            if not self.pool.backlog:
+                continue
+            budget += control.migrate_pages_per_s * tick_ns * 1e-9
+            whole = int(budget)
+            budget -= whole
+            moved = self.pool.migrate(whole).granted
+            with self._lock:
+                self._moved += moved
+                self._pages_moved += moved
+
+    def _new_window(self) -> None:
+        latency.start_window(self._queue)
+        self._arrivals = self._returned = self._tokens = self._tokens_hit = 0
+        self._looked_up = self._rows_asked = self._rows_hit = self._fetched = self._moved = 0
+
+    def _window_stats(self, now_ns: int, alpha: float, backlog: int) -> WindowStats:
+        w = self._queue.window
+        emb_margin, kv_margin = self._margins(now_ns)
+        return WindowStats(
+            start_ns=self.now_ns,
+            end_ns=now_ns,
+            arrivals=self._arrivals,
+            returning=self._returned,
+            completed=int(w[latency.COMPLETED]),
+            slow=int(w[latency.SLOW]),
+            shed=int(w[latency.SHED]),
+            history_tokens=self._tokens,
+            history_tokens_hit=self._tokens_hit,
+            rows=float(self._rows_asked),
+            rows_hit=float(self._rows_hit),
+            log_latency_sum=float(w[latency.LOG_SUM]),
+            excess_sum=float(w[latency.EXCESS_SUM]),
+            latency_ms_sum=float(w[latency.MS_SUM]),
+            p99_ms=float(latency.sketch_p99_ms(self._queue)),
+            link_busy_ns=int(w[latency.LINK_BUSY]),
+            compute_busy_ns=int(w[latency.COMPUTE_BUSY]),
+            queue=len(self._waiting),
+            queue_bound=self.scenario.hardware.queue_bound,
+            alpha=alpha,
+            target=self.target,
+            backlog_pages=backlog,
+            moved_pages=self._moved,
+            pages=self.pages,
+            emb_margin_ms=emb_margin,
+            kv_margin_ms=kv_margin,
+        )
+
+    def _margins(self, now_ns: int) -> tuple[float, float]:
+        """Return the ms per request that 1 % more of the pool would save as EMB and as KV, over the last windows."""
+        percent = 0.01 * self.pages
+        gains = []
+        with self.pool.lock:  # nothing may move between size and gain
+            for name, ghost in (("emb", self._emb_ghost), ("kv", self._kv_ghost)):
+                step = min(percent, self.pages - self.pool.owned(name))
+                gains.append(ghost.gain(step).hits_per_request * ghost.requests * percent / step)
+                ghost.reset()
+        self._recent *= math.exp(-(now_ns - self.now_ns) * 1e-9 / GHOST_MEMORY_S)
+        self._recent += (self._looked_up, self._rows_asked, self._fetched, *gains)
+        requests, rows, fetched, emb_rows, kv_pages = self._recent
+        if requests == 0:
+            return 0.0, 0.0
+        # A token found saves its prefill, and the fetches among its rows.
+        token_ms = self._token_ms + self._model.features_per_token * fetched / max(rows, 1.0) * self._row_ms
+        return (
+            float(emb_rows / requests * self._row_ms),
+            float(kv_pages / requests * self._kv.page_tokens * token_ms),
+        )
+
+
+@kernel
+def _request_rows(
+    rows: RowState,
+    keys: npt.NDArray[np.int64],
+    request: int,
+    user: int,
+    phase: int,
+    first: int,
+    last: int,
+    candidates: int,
+) -> int:
+    """Write the rows of tokens [first, last) of the history and of the candidates to `keys`; return how many."""
+    tail, hot = history_rows(rows, keys, request, user, phase, first, last)
+    n = candidate_rows(rows, keys, tail + hot, request, phase, candidates, 1)
+    return candidate_rows(rows, keys, n, request, phase, candidates, 0)
+
+
+@kernel
+def _locate(
+    keys: npt.NDArray[np.int64],
+    n: int,
+    ids: npt.NDArray[np.int64],
+    tables: npt.NDArray[np.int16],
+    table_count: int,
+    table_rows: int,
+) -> None:
+    """Give each key its row: popular rows lie in turn in all tables; a key past them all shares another's place."""
+    for j in range(n):
+        row = keys[j]
+        if row >= table_count * table_rows:
+            row = reduce_range(mix(np.uint64(row)), table_rows) * table_count + row % table_count
+        ids[j] = row // table_count
+        tables[j] = row % table_count
+
+
+def _on_host(array: Any) -> npt.NDArray[Any]:
+    host: npt.NDArray[Any] = array if isinstance(array, np.ndarray) else array.get()  # of CuPy
+    return host
+
+
+def _at_speed(trace: Trace, speed: float) -> Trace:
+    """Return the trace with its times divided by `speed`."""
+    if speed == 1.0:
+        return trace
+    meta = trace.meta
+    phases = tuple(
+        phase.model_copy(update={"start_ns": int(phase.start_ns / speed), "end_ns": int(phase.end_ns / speed)})
+        for phase in meta.phases
+    )
+    return replace(
+        trace,
+        arrival_ns=(trace.arrival_ns / speed).astype(np.int64),
+        meta=meta.model_copy(update={"phases": phases, "measure_from_ns": int(meta.measure_from_ns / speed)}),
+    )
+
+
+def _refuse_larger_than_memory(scenario: Scenario, need_bytes: int) -> None:
+    """Refuse what the machine has no memory for, before it is taken from whatever else runs there."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+            if need_bytes > free:
+                raise UserError(
+                    f"scenario {scenario.name} needs {need_bytes / 2**30:.1f} GiB of memory for pool and tables, and "
+                    f"{free / 2**30:.1f} GiB are free: lower hardware.pool_gib or table_rows, or use scenario laptop"
+                )

@@ -7,6 +7,7 @@ import numpy as np
 from cache_engine import EmbeddingCache, HbmPool, KvCache
 from cache_engine.backends.cpu import embedding as e
 from cache_engine.backends.cpu import kv as k
+from cache_engine.backends.cpu import kv_host as h
 from cache_engine.backends.cpu import pool as p
 from tests.cache_engine.models import index_set
 
@@ -104,17 +105,83 @@ def check_kv(pool: HbmPool, kv: KvCache) -> None:
             page = s.before[page]
             assert len(chain) <= pool.pages, "a user's pages have no loop"
         assert len(chain) == s.n_pages[entry] >= 1
+        assert s.holder[chain].tolist() == [entry] * len(chain)
         assert (len(chain) - 1) * kv.page_tokens < s.tokens[entry] <= len(chain) * kv.page_tokens
         held += chain
         pinned += len(chain) if s.pins[entry] else 0
     assert all(s.pins[entry] > 0 for entry in doomed)
     assert all(s.pins[entry] == 0 for entry in unused)
-    assert sorted(held + idle) == sorted(owned), "each owned page holds one user's tokens or nothing"
-    assert all(s.holder[page] == k.NONE for page in idle)
-    assert s.scalars[k.USED] == len(held)
-    assert s.scalars[k.PINNED] == pinned
+    coming = [] if kv.host is None else kv.host.onto[kv.host.onto != k.NONE].tolist()
+    assert sorted(held + idle + coming) == sorted(owned), (
+        "each owned page holds one user's tokens, awaits them, or idle"
+    )
+    assert all(s.holder[page] == k.NONE for page in idle + coming)
+    assert s.scalars[k.USED] == len(held) + len(coming)
+    assert s.scalars[k.PINNED] == pinned + len(coming)
 
     c = s.counters
     assert c.dtype == np.int64
     assert c.min() >= 0
     assert c[k.HITS] + c[k.MISSES] == c[k.REQUESTED]
+    if kv.host is not None:
+        check_host(kv, kv.host)
+
+
+def check_host(kv: KvCache, s: h.KvHostState) -> None:
+    idle = s.idle[: s.scalars[k.N_IDLE]].tolist()
+    unused = s.unused[: s.scalars[k.N_UNUSED]].tolist()
+    resident = s.place[s.place != k.NONE].tolist()
+    assert sorted(unused + resident) == list(range(s.user.size)), "each entry is in one place"
+    assert len(resident) == s.scalars[k.RESIDENT]
+    order = []
+    at = s.scalars[k.OLDEST]
+    previous = k.NONE
+    while at != k.NONE:
+        assert s.older[at] == previous
+        order.append(int(at))
+        previous, at = at, s.newer[at]
+        assert len(order) <= len(resident), "the order of use has no loop"
+    assert s.scalars[k.NEWEST] == previous
+    assert sorted(order) == sorted(resident)
+
+    held: list[int] = []
+    for entry in resident:
+        user = int(s.user[entry])
+        assert k.find(s, user) == entry, "every user is found"
+        run = host_run(kv, user)
+        assert len(run) == s.n_pages[entry] >= 1
+        assert run[-1] == s.tail[entry]
+        assert s.before[run].tolist() == [k.NONE, *run[:-1]]
+        assert s.holder[run].tolist() == [entry] * len(run)
+        pages = int(s.first[entry]) + len(run)
+        assert (pages - 1) * kv.page_tokens < s.tokens[entry] <= pages * kv.page_tokens
+        held += run
+        # The prefix has no hole: what is here goes on where the pool's pages end.
+        e = k.find(kv.state, user)
+        if e == k.NONE:
+            assert s.first[entry] == 0
+        else:
+            assert kv.state.epoch[e] == s.epoch[entry]
+            assert kv.state.n_pages[e] == s.first[entry]
+            assert kv.state.tokens[e] == s.first[entry] * kv.page_tokens
+    orphans = np.flatnonzero((s.holder == k.NONE) & (s.onto != k.NONE)).tolist()
+    assert sorted(held + idle + orphans) == list(range(kv.host_pages)), "each host page lies in exactly one list"
+    assert all(s.holder[page] == s.before[page] == s.after[page] == k.NONE for page in idle + orphans)
+    assert all(s.onto[page] == k.NONE for page in idle)
+    assert kv.host_used == s.scalars[k.USED] == len(held) + len(orphans)
+    assert kv.host_used + len(idle) == kv.host_pages
+    assert s.counters.dtype == np.int64
+    assert s.counters.min() >= 0
+
+
+def host_run(kv: KvCache, user: int) -> list[int]:
+    """The user's host pages, in order."""
+    assert kv.host is not None
+    entry = k.find(kv.host, user)
+    pages = []
+    at = kv.host.head[entry] if entry != k.NONE else k.NONE
+    while at != k.NONE:
+        pages.append(int(at))
+        at = kv.host.after[at]
+        assert len(pages) <= kv.host_pages, "a user's pages have no loop"
+    return pages

@@ -241,12 +241,27 @@ def lru_misses(ids: Iterable[int], slots: int) -> int:
 
 @dataclass
 class History:
-    """What the KV cache holds of one user."""
+    """What the KV cache holds of one user in the pool."""
 
     epoch: int
     tokens: int = 0
     pages: int = 0
     leases: int = 0
+
+
+@dataclass(eq=False)
+class HostPage:
+    number: int  # in the user's history
+    moving: bool = False  # on its way back to the pool
+
+
+@dataclass
+class HostRun:
+    """What the host holds of one user: where his pages in the pool end, these go on."""
+
+    epoch: int
+    tokens: int  # where the prefix ends, counted from the user's first token
+    pages: list[HostPage] = field(default_factory=list)
 
 
 @dataclass
@@ -256,66 +271,169 @@ class KvModel:
     page_tokens: int
     owned: int = 0
     goal: int = 0
+    host_pages: int = 0
     users: OrderedDict[int, History] = field(default_factory=OrderedDict)  # least recent first
     doomed: list[History] = field(default_factory=list)  # dropped while leased
+    host: OrderedDict[int, HostRun] = field(default_factory=OrderedDict)  # least recent first
+    moving: list[HostPage] = field(default_factory=list)  # each takes a page of the pool as well
+    orphans: list[HostPage] = field(default_factory=list)  # dropped on their way
     evicted: int = 0
     refused: int = 0
     stale: int = 0
     extended: int = 0
+    host_hits: int = 0
+    offloaded: int = 0
+    onboarded: int = 0
+    given_up: int = 0
 
     @property
     def used(self) -> int:
-        return sum(h.pages for h in [*self.users.values(), *self.doomed])
+        return sum(h.pages for h in [*self.users.values(), *self.doomed]) + len(self.moving)
+
+    @property
+    def host_used(self) -> int:
+        return sum(len(run.pages) for run in self.host.values()) + len(self.orphans)
 
     def lookup(self, user: int, tokens: int, epoch: int) -> int:
         self.drop_stale(user, epoch)
-        if user not in self.users:
-            return 0
-        self.users.move_to_end(user)
-        return min(tokens, self.users[user].tokens)
+        found = 0
+        if user in self.users:
+            self.users.move_to_end(user)
+            found = min(tokens, self.users[user].tokens)
+        if user in self.host:
+            self.host.move_to_end(user)
+            self.host_hits += min(tokens, self.host[user].tokens) - found
+        return found
 
     def extend(self, user: int, tokens: int, epoch: int) -> bool:
         self.drop_stale(user, epoch)
         mine = self.users.get(user, History(epoch))
         need = -(-tokens // self.page_tokens) - mine.pages
         if need > 0:
-            others = [h for u, h in self.users.items() if u != user]
-            fixed = sum(h.pages for h in [*others, *self.doomed] if h.leases)
-            room = min(self.owned, self.goal)
-            if fixed + mine.pages + need > room:
+            if not self.could_have(user, mine, need):
                 self.refused += 1
                 return False
             self.users[user] = mine
-            while self.used + need > room:
+            while self.used + need > min(self.owned, self.goal):
                 assert self.evict(keep=user)
             mine.pages += need
             self.extended += need
         mine.tokens = max(mine.tokens, tokens)
         if user in self.users:
             self.users.move_to_end(user)
+        if user in self.users and user in self.host:
+            run = self.host[user]
+            while run.pages and run.pages[0].number < mine.pages:
+                self.leave(run.pages.pop(0))
+            if not run.pages or mine.tokens < run.pages[0].number * self.page_tokens:
+                self.drop_run(user)
         return True
 
-    def evict(self, keep: int | None = None) -> bool:
+    def could_have(self, user: int, mine: History, need: int) -> bool:
+        others = [h for u, h in self.users.items() if u != user]
+        fixed = sum(h.pages for h in [*others, *self.doomed] if h.leases) + len(self.moving)
+        return fixed + mine.pages + need <= min(self.owned, self.goal)
+
+    def evict(self, keep: int | None = None, keep_run: int | None = None) -> bool:
         for user, history in self.users.items():
             if user != keep and not history.leases:
+                end = history.tokens
                 history.pages -= 1
-                history.tokens = min(history.tokens, history.pages * self.page_tokens)
+                history.tokens = min(end, history.pages * self.page_tokens)
                 self.evicted += 1
                 if not history.pages:
                     del self.users[user]
+                self.take_in(user, history.epoch, HostPage(history.pages), end, keep_run)
                 return True
         return False
 
+    def take_in(self, user: int, epoch: int, page: HostPage, end: int, keep: int | None) -> None:
+        """The host gets a page that was evicted, if it has room or someone to give way."""
+        if self.host_used == self.host_pages and not self.give_up(keep):
+            self.drop_run(user)
+            return
+        run = self.host.setdefault(user, HostRun(epoch, end))
+        run.pages.insert(0, page)
+        self.host.move_to_end(user)
+        self.offloaded += 1
+
+    def give_up(self, keep: int | None) -> bool:
+        for user, run in self.host.items():
+            if user != keep and not run.pages[-1].moving:
+                run.tokens = min(run.tokens, run.pages.pop().number * self.page_tokens)
+                if not run.pages:
+                    del self.host[user]
+                self.given_up += 1
+                return True
+        return False
+
+    def onboardable(self, user: int, tokens: int, epoch: int) -> int:
+        if user not in self.host or self.host[user].epoch != epoch:
+            return 0
+        return max(0, min(tokens, self.host[user].tokens) - self.tokens(user))
+
+    def tokens(self, user: int) -> int:
+        return self.users[user].tokens if user in self.users else 0
+
+    def start_onboard(self, user: int, tokens: int, epoch: int) -> HostPage | None:
+        if not self.onboardable(user, tokens, epoch):
+            return None
+        page = self.host[user].pages[0]
+        if page.moving or not self.could_have(user, self.users.get(user, History(epoch)), 1):
+            return None
+        self.host.move_to_end(user)
+        while self.used + 1 > min(self.owned, self.goal):
+            assert self.evict(keep=user, keep_run=user)
+        page.moving = True
+        self.moving.append(page)
+        return page
+
+    def finish_onboard(self, user: int, page: HostPage, copied: bool) -> bool:
+        page.moving = False
+        self.moving.remove(page)
+        if page in self.orphans:
+            self.orphans.remove(page)
+            return False
+        run = self.host[user]
+        if not copied or run.pages[0] is not page:
+            return False
+        mine = self.users.setdefault(user, History(run.epoch))
+        self.users.move_to_end(user)
+        mine.pages += 1
+        mine.tokens = min(run.tokens, mine.pages * self.page_tokens)
+        run.pages.pop(0)
+        if not run.pages:
+            del self.host[user]
+        self.onboarded += 1
+        return True
+
+    def offload(self, idle_pages: int) -> int:
+        before = self.offloaded
+        while self.host_pages and self.owned - self.used < idle_pages and self.evict():
+            pass
+        return self.offloaded - before
+
+    def leave(self, page: HostPage) -> None:
+        if page.moving:
+            self.orphans.append(page)
+
+    def drop_run(self, user: int) -> bool:
+        run = self.host.pop(user, None)
+        for page in run.pages if run else []:
+            self.leave(page)
+        return run is not None
+
     def drop_stale(self, user: int, epoch: int) -> None:
-        if user in self.users and self.users[user].epoch != epoch:
+        if any(user in tier and tier[user].epoch != epoch for tier in (self.users, self.host)):
             self.stale += 1
             self.drop(user)
 
     def drop(self, user: int) -> bool:
+        on_host = self.drop_run(user)
         history = self.users.pop(user, None)
         if history is not None and history.leases:
             self.doomed.append(history)
-        return history is not None
+        return history is not None or on_host
 
     def lease(self, user: int) -> History | None:
         history = self.users.get(user)

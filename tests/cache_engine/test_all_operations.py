@@ -1,4 +1,4 @@
-"""Any order of public operations on a pool with both caches and real bytes: invariants, rows, prefixes, leases."""
+"""Any order of public operations on a pool with both caches, a host tier and real bytes: invariants, bytes, leases."""
 
 from __future__ import annotations
 
@@ -10,16 +10,26 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from cache_engine import EmbeddingCache, HbmPool, KvCache, PoolClosedError, TargetStatus
 from cache_engine.lease import Lease
-from tests.cache_engine.invariants import check
+from tests.cache_engine.invariants import check, host_run
 from tests.cache_engine.models import History, KvModel
 
 PAGES, PAGE_BYTES, ROW_BYTES, TOKEN_BYTES = 10, 128, 16, 32
 ROWS, WIDE, NARROW = 60, 4, 3
 DRAIN_LIMIT_NS = 1_000
+STEPS = 10_000
+STEPS_EACH = 80  # of a run
+EXAMPLES = 170  # runs; some are cut short or discarded
 
 ids = st.lists(st.integers(0, ROWS - 1), min_size=8, max_size=30) | st.just([])
 users = st.integers(0, 5)
@@ -49,8 +59,16 @@ class Held:
 class Engine(RuleBasedStateMachine):
     """The engine beside its tables, a model of the KV cache, and what each lease saw when it began."""
 
-    @initialize(min_pages=st.integers(0, 2), max_pages=st.integers(4, PAGES))
-    def start(self, min_pages: int, max_pages: int) -> None:
+    steps = 0  # after which invariants held, over all runs
+    moves = 0  # pages that came back from the host
+
+    @initialize(
+        min_pages=st.integers(0, 2),
+        max_pages=st.integers(4, PAGES),
+        host_pages=st.sampled_from([6, 2, 0, 40]),
+        full=st.booleans(),
+    )
+    def start(self, min_pages: int, max_pages: int, host_pages: int, full: bool) -> None:
         Table.broken = False
         rng = np.random.default_rng(0)
         self.tables = [
@@ -59,17 +77,20 @@ class Engine(RuleBasedStateMachine):
         ]
         self.pool = HbmPool(PAGES, PAGE_BYTES, min_pages=min_pages, drain_limit_s=DRAIN_LIMIT_NS * 1e-9)
         self.emb = EmbeddingCache(self.pool, row_bytes=ROW_BYTES, tables=self.tables, max_pages=max_pages)
-        self.kv = KvCache(self.pool, token_bytes=TOKEN_BYTES)
+        self.kv = KvCache(self.pool, token_bytes=TOKEN_BYTES, host_pages=host_pages)
         self.max_pages = max_pages
         self.pool.set_target(0.5, 0)
         self.pool.migrate(PAGES)
         kv_pages = self.pool.owned("kv")
         assert kv_pages == PAGES - min(PAGES // 2, max_pages)
-        self.model = KvModel(self.kv.page_tokens, owned=kv_pages, goal=kv_pages)
+        self.model = KvModel(self.kv.page_tokens, owned=kv_pages, goal=kv_pages, host_pages=host_pages)
+        Engine.steps -= 1  # this is none
         self.held: list[Held] = []
         self.revision = 0
         self.now_ns = 0
         self.counts = dict.fromkeys(("rows", "fetched", "tokens"), 0)
+        for user in range(6 if full else 0):
+            self.kv_extend(user, 11, 0)
 
     # Embedding rows
 
@@ -128,7 +149,7 @@ class Engine(RuleBasedStateMachine):
 
     # Keys and values
 
-    @rule(user=users, count=tokens, epoch=st.integers(0, 1))
+    @rule(user=users, count=tokens, epoch=st.sampled_from([0, 0, 0, 1]))
     def kv_lookup(self, user: int, count: int, epoch: int) -> None:
         found = self.kv.lookup(user, count, epoch)
         assert found == self.model.lookup(user, count, epoch)
@@ -164,6 +185,75 @@ class Engine(RuleBasedStateMachine):
     @rule(user=users)
     def kv_drop(self, user: int) -> None:
         assert self.kv.drop(user) == self.model.drop(user)
+
+    @rule(idle_pages=st.integers(0, 4))
+    def kv_offload(self, idle_pages: int) -> None:
+        assert self.kv.offload(idle_pages) == self.model.offload(idle_pages)
+
+    @precondition(lambda self: self.model.host)
+    @rule(
+        which=st.integers(0, 9),
+        count=st.integers(1, 40),
+        stale=st.sampled_from([False] * 7 + [True]),
+        meanwhile=st.sampled_from(["", "", "", "drop", "epoch", "extend", "other", "same", "move", "fail"]),
+        on_page=st.integers(0, 2),
+    )
+    def kv_onboard(self, which: int, count: int, stale: bool, meanwhile: str, on_page: int) -> None:
+        """During the copy of one of the pages, outside the pool's lock, something else happens, or the copy fails."""
+        user = list(self.model.host)[which % len(self.model.host)]
+        epoch = self.model.host[user].epoch ^ stale
+        assert self.kv.onboardable(user, count, epoch) == self.model.onboardable(user, count, epoch)
+        if not self.model.onboardable(user, count, epoch):
+            meanwhile = ""
+        write_page = self.pool.write_page
+        came: list[bool] = []
+
+        def copy(page: int, data: np.ndarray) -> None:
+            assert page not in self.pool.state.free[: self.pool.free]
+            moving = self.model.start_onboard(user, count, epoch)
+            assert moving is not None
+            copied = not (meanwhile == "fail" and len(came) == on_page)
+            try:
+                if len(came) == on_page:
+                    came.append(False)  # nothing happens twice
+                    self.happen(meanwhile, user, count, epoch)
+                    came.pop()
+                if not copied:
+                    raise OSError("input/output error")
+                write_page(page, data)
+            finally:
+                came.append(self.model.finish_onboard(user, moving, copied))
+
+        self.pool.write_page = copy  # type: ignore[method-assign]
+        try:
+            found = self.kv.onboard(user, count, epoch)
+        except OSError:
+            assert meanwhile == "fail"
+        else:
+            known = self.model.users.get(user)
+            assert found == (min(known.tokens, count) if known is not None and known.epoch == epoch else 0)
+            assert not all(came) or self.model.start_onboard(user, count, epoch) is None, "there was no more to do"
+            self.check_prefix(user, found, epoch)
+        finally:
+            self.pool.write_page = write_page  # type: ignore[method-assign]
+        Engine.moves += sum(came)
+
+    def happen(self, what: str, user: int, count: int, epoch: int) -> None:
+        if what == "drop":
+            self.kv_drop(user)
+        elif what == "epoch":
+            self.kv_lookup(user, count, 1 - epoch)
+        elif what == "extend":
+            self.kv_extend(user, count, epoch)
+        elif what == "other":
+            self.kv_extend((user + 1) % 6, 12, 0)
+        elif what == "same":
+            known = self.model.users.get(user)
+            assert self.kv.onboard(user, count, epoch) == (min(known.tokens, count) if known is not None else 0)
+        elif what == "move":
+            self.set_target(0.8, 1)
+            self.migrate(3, 0)
+        self.everything_holds()
 
     def token(self, user: int, token: int) -> np.ndarray:
         start = token % self.kv.page_tokens * TOKEN_BYTES
@@ -245,22 +335,35 @@ class Engine(RuleBasedStateMachine):
         assert emb.link_bytes == emb.fetched * ROW_BYTES
         assert kv.requested == kv.hits + kv.misses == self.counts["tokens"]
         model = self.model
-        assert (kv.extended, kv.evicted, kv.refused, kv.stale) == (
-            model.extended,
-            model.evicted,
-            model.refused,
-            model.stale,
-        )
-        model.extended = model.evicted = model.refused = model.stale = 0
+        for name in ("extended", "evicted", "refused", "stale", "host_hits", "offloaded", "onboarded", "given_up"):
+            assert getattr(kv, name) == getattr(model, name), name
+            setattr(model, name, 0)
         self.counts = dict.fromkeys(self.counts, 0)
 
     @invariant()
     def everything_holds(self) -> None:
         if hasattr(self, "pool"):
             self.model.goal = int(self.pool.state.goal[1])
+            Engine.steps += 1
             check(self.pool, self.emb, self.kv)
+            assert self.kv.host_used == self.model.host_used
+            self.check_host_bytes()
             for held in self.held:
                 assert held.read() == held.was, "what is leased keeps its bytes"
+
+    def check_host_bytes(self) -> None:
+        for user, run in self.model.host.items():
+            pages = host_run(self.kv, user)
+            assert len(pages) == len(run.pages)
+            for page, at in zip(run.pages, pages, strict=True):
+                start = page.number * self.kv.page_tokens
+                end = min(run.tokens, start + self.kv.page_tokens)
+                wanted = b"".join(bytes([self.value(user, t, run.epoch)]) * TOKEN_BYTES for t in range(start, end))
+                assert self.host_bytes(at)[: len(wanted)].tobytes() == wanted
+
+    def host_bytes(self, at: int) -> np.ndarray:
+        assert self.kv._host_bytes is not None
+        return self.kv._host_bytes[at]
 
     def teardown(self) -> None:
         Table.broken = False
@@ -279,7 +382,17 @@ class Engine(RuleBasedStateMachine):
         check(self.pool, self.emb, self.kv)
 
 
-Engine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-TestEngine = Engine.TestCase
+def test_at_least_ten_thousand_steps_in_any_order() -> None:
+    Engine.steps = Engine.moves = 0
+    run_state_machine_as_test(
+        Engine,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS_EACH,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    print(f"{Engine.steps} steps, {Engine.moves} pages brought back from the host")
+    assert Engine.steps >= STEPS
+    assert Engine.moves >= STEPS // 200, "the host tier was used"

@@ -171,7 +171,6 @@ class CudaBackend:
     def admit(self, fetch: Fetch) -> None:
         """Admit the rows of a fetch; see `EmbeddingBackend`."""
         core, device = self._open(), self._device
-        device.after(fetch.event)
         tables, keys = device.array(fetch.tables), device.array(fetch.keys)
         before = device.array(device.read(core.state.counters))
         unique = core.lookup(tables, keys)

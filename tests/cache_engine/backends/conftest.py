@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from cache_engine.backends import cuda
-from cache_engine.backends.device import CudaUnavailableError, CupyDevice
+from cache_engine.backends.device import CudaUnavailableError, CupyDevice, kernel_source
 from tests.cache_engine.backends.host_device import ADDRESS, THREAD, HostDevice, compile_host_device, kernel_names
+from tests.cache_engine.backends.local_device import World, compile_library
 
 KERNELS = Path(cuda.__file__).with_name("kernels.cu")
 
@@ -36,6 +37,36 @@ def host_program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return made[sanitizer]
 
     return program
+
+
+@pytest.fixture(scope="session")
+def all_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text that a GPU gets, as a file."""
+    path = tmp_path_factory.mktemp("source") / "all.cu"
+    path.write_text(kernel_source())
+    return path
+
+
+@pytest.fixture(scope="session")
+def library(all_kernels: Path) -> Path:
+    """All kernels as a library for the host."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ (Debian: apt-get install g++)")
+    path = all_kernels.with_name("kernels.so")
+    try:
+        compile_library(compiler, all_kernels, path)
+    except subprocess.CalledProcessError as e:
+        pytest.fail(e.stderr)
+    return path
+
+
+@pytest.fixture
+def world(library: Path, all_kernels: Path) -> Iterator[World]:
+    """A device in this process, from which `world.device()` is to be had."""
+    world = World(library, kernel_names(all_kernels))
+    yield world
+    world.check()
 
 
 @pytest.fixture(scope="module", params=["forward", "reverse", "random"])

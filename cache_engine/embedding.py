@@ -14,6 +14,7 @@ from cache_engine.backends.cpu import embedding as kernels
 from cache_engine.backends.cpu.backend import CpuBackend
 from cache_engine.backends.cuda_backend import CudaBackend
 from cache_engine.backends.protocol import EmbeddingBackend
+from cache_engine.ghost import Ghost
 from cache_engine.lease import Lease
 from cache_engine.pool import HbmPool
 from cache_engine.refill import Refill
@@ -63,6 +64,11 @@ class EmbeddingCache:
             page-locked for that, or copied to page-locked memory where they cannot be (the copy follows an update of
             the table at `invalidate`); it may still read when `lookup` has returned. "staging": the CPU collects them
             in page-locked buffers; memory-mapped tables can only be staged. "auto": what is measured to be faster.
+        ghost: follow a sample of the keys, to tell what other sizes would gain. On backend "cuda" each lookup then
+            copies its keys to the host and waits for that.
+
+    Attributes:
+        ghost: the `Ghost` that every lookup feeds; None without.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class EmbeddingCache:
         name: str = "emb",
         max_pages: int | None = None,
         gather: str = "auto",
+        ghost: bool = False,
     ) -> None:
         if not 1 <= row_bytes <= pool.page_bytes:
             raise ValueError(f"row_bytes must be in [1, {pool.page_bytes}] (one page), got {row_bytes}")
@@ -116,6 +123,7 @@ class EmbeddingCache:
                 self._backend.close()
                 raise
             self._refill = Refill(self._backend, row_bytes)
+            self.ghost = Ghost(pool, name, max_pages=most, units_per_page=rows_per_page) if ghost else None
             pool.at_close(self._close)
 
     @property
@@ -149,6 +157,11 @@ class EmbeddingCache:
             hit, slots, fetched = self._backend.lookup(table, keys, n, rows)
             # After this batch's own rows, which would have waited for it.
             self._refill.start()
+            if self.ghost is not None:
+                if self._pool.device is not None:
+                    table = self._backend.on_host(table, "tables").astype(np.int16)
+                    keys = self._backend.on_host(keys, "ids")
+                self.ghost.feed_rows(table, keys)
             return EmbeddingLookup(rows=rows if out is None else out, hit=hit, slots=slots, fetched=fetched)
 
     def refill(self, ids: Any, tables: Any = 0) -> int:

@@ -2,7 +2,7 @@
 
 from cache_engine.embedding import EmbeddingCache, EmbeddingLease, EmbeddingLookup
 from cache_engine.kv import KvCache, KvLease
-from cache_engine.pool import HbmPool, Migration, PoolClosedError, TargetStatus
+from cache_engine.pool import HbmPool, Migration, PoolClosedError, PoolStats, TargetStatus
 from cache_engine.stats import EmbeddingStats, KvStats
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "KvStats",
     "Migration",
     "PoolClosedError",
+    "PoolStats",
     "TargetStatus",
 ]

@@ -40,9 +40,9 @@ class EmbeddingLease(Lease):
     """Holds the pages of some rows in place; see `EmbeddingCache.lease`."""
 
     def __init__(self, pool: HbmPool, pages: npt.NDArray[np.int64]) -> None:
-        super().__init__(pool)
         self.pages = pages  # without repetitions
         pool.state.pins[pages] += 1
+        super().__init__(pool)
 
     def _end(self) -> None:
         self._pool.state.pins[self.pages] -= 1

@@ -19,10 +19,10 @@ class KvLease(Lease):
     """Holds a user's pages in place; see `KvCache.lease`."""
 
     def __init__(self, user: int, pool: HbmPool, state: kernels.KvState, entry: int) -> None:
-        super().__init__(pool)
         self.user = user
         self._state = state
         self._entry = entry
+        super().__init__(pool)
 
     def _end(self) -> None:
         kernels.unpin(self._state, self._pool.state, self._entry)
@@ -61,8 +61,9 @@ class KvCache:
         if host_pages:
             self.host = tiers.new_kv_host_state(host_pages, self.page_tokens, pool.pages)
             if pool.payload:
-                self._host_bytes = np.empty((host_pages, pool.page_bytes), np.uint8)
+                self._host_bytes = pool.host_memory(host_pages * pool.page_bytes).reshape(host_pages, pool.page_bytes)
         pool.attach(name, self)
+        pool.at_close(self._close)
 
     def lookup(self, user: int, tokens: int, epoch: int = 0) -> int:
         """Return how many of the first `tokens` tokens the pool has; counted once, the user becomes the most recent.
@@ -218,6 +219,9 @@ class KvCache:
         """Bytes of user and page metadata; they count against the memory budget."""
         return sum(array.nbytes for array in (*self.state, *(self.host or ())))
 
+    def _close(self) -> None:
+        self._host_bytes = None
+
     def _onboard_page(self, user: int, tokens: int, epoch: int) -> bool:
         """Bring one page back; False if there is none, no room for it, or it came in vain."""
         host, pool = self.host, self._pool
@@ -227,14 +231,15 @@ class KvCache:
             return False
         with pool.lock:
             pool.check_open()
+            host_bytes = self._host_bytes  # also where the pool is closed meanwhile
             at = self._copy_out(tiers.next_onboard, user, epoch, tokens)
             if at == kernels.NONE:
                 return False
             page = int(tiers.start_onboard(self.state, host, at))
         copied = False
         try:
-            if self._host_bytes is not None:
-                pool.write_page(page, self._host_bytes[at])
+            if host_bytes is not None:
+                pool.write_page(page, host_bytes[at])
             copied = True
         finally:
             with pool.lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from typing import NoReturn, Self
 
@@ -9,11 +11,23 @@ from cache_engine.pool import HbmPool
 
 
 class Lease(ABC):
-    """Holds pages against eviction and migration until `release`, or the end of a with block."""
+    """Holds pages against eviction and migration until `release`, or the end of a with block.
+
+    One that is lost, collected without having been released, is ended by the pool's next operation; like a file left
+    open, it warns (ResourceWarning).
+    """
+
+    _open = False
 
     def __init__(self, pool: HbmPool) -> None:
+        """Open the lease, whose pages are pinned already."""
         self._pool = pool
         self._open = True
+
+    def __del__(self) -> None:
+        if self._open and not self._pool.closed and not sys.is_finalizing():
+            self._pool.end_later(self.release)
+            warnings.warn(f"a lease was lost without release: {self!r}", ResourceWarning, stacklevel=2, source=self)
 
     def release(self) -> None:
         """End the lease; twice, or after the pool was closed, is harmless."""

@@ -7,6 +7,7 @@ import math
 import operator
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ class TargetStatus(enum.Enum):
     APPLIED = "applied"  # every member already has what the target asks
     DEFERRED = "deferred"  # recorded; `migrate` will get there, as budget and leases allow
     STALE = "stale"  # older than the one recorded, or not a number: ignored
+    HELD = "held"  # differs from the one recorded by less than the hysteresis: that one stands
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,19 @@ class Migration:
     backlog: int  # still to move
     pinned: int  # draining: they wait for leases to end
     aborted: int  # draining no longer: their leases took too long, or the goal rose
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Targets by what became of them, and pages that moved, since the last reading."""
+
+    applied: int
+    deferred: int
+    held: int
+    stale: int
+    granted: int  # pages given to members
+    taken: int  # pages taken from members
+    aborted: int  # pages whose draining was given up
 
 
 class Member(Protocol):
@@ -66,6 +81,8 @@ class HbmPool:
         min_pages: floor of every member's goal.
         payload: True keeps real bytes; False runs the same code on metadata alone.
         drain_limit_s: a page that waits longer for its leases goes back to its owner.
+        hysteresis_pages: a target that differs from the recorded one by fewer pages, for every member, moves nothing.
+            Small steps add up: they are compared with the recorded target, not with one another. 0: each target counts.
         backend: "cpu", or "cuda" to keep the bytes and the embedding cache's metadata on a GPU, through CuPy.
         device: where backend "cuda" lives; by default CuPy's current device, in order with its current stream.
 
@@ -85,6 +102,7 @@ class HbmPool:
         min_pages: int = 1,
         payload: bool = True,
         drain_limit_s: float = 10.0,
+        hysteresis_pages: int = 0,
         backend: str = "cpu",
         device: Device | None = None,
     ) -> None:
@@ -100,6 +118,8 @@ class HbmPool:
             raise ValueError(f"pages must be below 2**31, got {pages}")
         if not 0 <= drain_limit_s <= 1e9:
             raise ValueError(f"drain_limit_s must be in [0, 1e9], got {drain_limit_s}")
+        if not 0 <= operator.index(hysteresis_pages) <= pages:
+            raise ValueError(f"hysteresis_pages must be in [0, {pages}], got {hysteresis_pages}")
         if page_bytes < 64 or page_bytes % 64:
             raise ValueError(f"page_bytes must be a positive multiple of 64, got {page_bytes}")
         if backend not in ("cpu", "cuda"):
@@ -113,6 +133,7 @@ class HbmPool:
         self.members = tuple(members)
         self.min_pages = min_pages
         self.drain_limit_ns = int(drain_limit_s * 1e9)
+        self.hysteresis_pages = hysteresis_pages
         self.state = kernels.new_pool_state(pages, len(members))
         # uint8 [pages * page_bytes], of NumPy or of the device; None without payload.
         self.storage: Any = None
@@ -127,6 +148,9 @@ class HbmPool:
         self._caches: list[Member | None] = [None] * len(members)
         self._most = [pages] * len(members)
         self._revision: int | None = None
+        self._outcomes = dict.fromkeys(TargetStatus, 0)
+        self._moved = np.zeros(3, np.int64)  # pages granted, taken, aborted until the last reading of `stats`
+        self._lost: deque[Callable[[], None]] = deque()
         self._closed = False
 
     def member(self, name: str) -> int:
@@ -162,14 +186,34 @@ class HbmPool:
         """
         with self.lock:
             self._closed = True
+            self._end_lost()
             while self._at_close:
                 self._at_close.pop()()
             self.storage = None
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def check_open(self) -> None:
-        """Raise PoolClosedError after `close`."""
+        """Raise PoolClosedError after `close`. Each operation begins with it, under the lock."""
+        if self._lost:
+            self._end_lost()
         if self._closed:
             raise PoolClosedError("the pool was closed")
+
+    def end_later(self, end: Callable[[], None]) -> None:
+        """Let the next operation, or `close`, call `end`, which ends a lease that nobody can reach any more.
+
+        A lease is collected at any point of any thread, even inside an operation of the same one, which the re-entrant
+        lock would not keep out: this takes no lock and touches nothing that an operation reads.
+        """
+        self._lost.append(end)
+
+    def _end_lost(self) -> None:
+        while self._lost:
+            self._lost.popleft()()
 
     def set_target(self, alpha: float, revision: int) -> TargetStatus:
         """Ask for `alpha` of the pool for the first of two members, the rest for the second; see `set_goals`.
@@ -178,9 +222,10 @@ class HbmPool:
         """
         if len(self.members) != 2:
             raise ValueError(f"set_target needs two members, the pool has {len(self.members)}: use set_goals")
-        if not math.isfinite(alpha):
-            return TargetStatus.STALE
         with self.lock:
+            self.check_open()
+            if not math.isfinite(alpha):
+                return self._count(TargetStatus.STALE)
             first = round(min(max(alpha, 0.0), 1.0) * self.pages)
             first = min(max(first, self.min_pages), self.pages - self.min_pages, self._most[0])
             second = min(self.pages - first, self._most[1])
@@ -210,12 +255,30 @@ class HbmPool:
             if sum(wanted) > self.pages:
                 raise ValueError(f"goals must be at most {self.pages} pages together, got {sum(wanted)}")
             if self._revision is not None and revision < self._revision:
-                return TargetStatus.STALE
+                return self._count(TargetStatus.STALE)
             if self._revision is None or revision > self._revision:
+                first = self._revision is None
                 self._revision = revision
+                if not first and 0 < np.abs(self.state.goal - wanted).max() < self.hysteresis_pages:
+                    return self._count(TargetStatus.HELD)
                 self.state.goal[:] = wanted
             reached = np.array_equal(self.state.goal, self.state.owned) and not self.state.n_draining.any()
-            return TargetStatus.APPLIED if reached else TargetStatus.DEFERRED
+            return self._count(TargetStatus.APPLIED if reached else TargetStatus.DEFERRED)
+
+    def _count(self, status: TargetStatus) -> TargetStatus:
+        self._outcomes[status] += 1
+        return status
+
+    def stats(self) -> PoolStats:
+        """Return the counters since the last call and start them anew."""
+        with self.lock:
+            state = self.state
+            moved = np.array([state.granted.sum(), state.taken.sum(), state.aborted.sum()])
+            granted, taken, aborted = (moved - self._moved).tolist()
+            self._moved = moved
+            outcomes = {status.value: n for status, n in self._outcomes.items()}
+            self._outcomes = dict.fromkeys(TargetStatus, 0)
+            return PoolStats(**outcomes, granted=granted, taken=taken, aborted=aborted)
 
     def migrate(self, budget: int, now_ns: int | None = None) -> Migration:
         """Move at most `budget` pages towards the recorded goals.

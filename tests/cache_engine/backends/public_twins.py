@@ -1,4 +1,4 @@
-"""Two pools with an embedding cache, one on each backend: after the same calls everything that can be read is the same."""
+"""Two pools with an embedding cache, one on each backend: after the same calls all that can be read is the same."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class EvalArgs:
     """Arguments of every evaluation."""
 
     scenario: str = "burst"
-    """What serves and under which load: a shipped scenario (burst, conversation, laptop, steady, trend), or a TOML file."""
+    """What serves under which load: shipped (burst, conversation, laptop, steady, trend) or a TOML file."""
     policy: Path | None = None
     """Bundle folder to evaluate, as `helm-rl export` writes it; without it, only the statics and the optimum."""
     trace: Path | None = None

@@ -43,6 +43,9 @@ COMMANDS: dict[str, Command] = {
         "measuring", "eval.ratio_gap:main", "distance of a policy's split from each segment's best one"
     ),
     "bench env": Command("measuring", "eval.bench_env:main", "simulated requests per second, and where the time goes"),
+    "bench live": Command(
+        "measuring", "eval.bench_live:main", "replay a trace in real time on the live engine, and check every byte"
+    ),
     "demo": Command("all of it", "eval.demo:main", "trace, training, export, evaluation and report in one go"),
 }
 

@@ -1,0 +1,200 @@
+"""`helm-rl bench live`: a trace replayed in real time against the live engine, resized meanwhile, each byte checked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from eval.command import console
+from helm_rl.errors import UserError
+from helm_rl.figures import Figure, write_figures
+from helm_rl.files import refuse_existing
+from helm_rl.metrics import p99_ms
+from helm_rl.scenario import load_scenario
+from helm_rl.workloads.trace import Trace
+
+if TYPE_CHECKING:
+    from envs.live_env import HelmLiveEnv
+
+GROWTH_LIMIT_MIB = 16.0
+"""Memory is flat if the process has grown by no more than this from the end of the warm-up to the end of the run."""
+_EDGE_SHARE = 0.1  # of the samples of memory at either end, whose medians are compared
+
+
+@dataclass
+class Args:
+    """Replay a trace on the wall clock, move the split at every interval, and check every row and KV page served.
+
+    The target goes from alpha_min to alpha_max and back as fast as the scenario's rate_per_s allows, so pages change
+    owner at every interval. Exits with status 1 if one byte was wrong or memory was not flat.
+
+    Figures written by --json: live.seconds, live.requests, live.shed, live.rows_verified, live.pages_verified,
+    live.wrong_bytes, live.resizes (intervals in which pages changed owner), live.pages_moved, live.rss_growth_mib
+    (median resident memory of the last tenth of the run less that of the first, the warm-up left out),
+    live.rss_slope_mib_per_min (least squares), live.p99_ms (from scheduled arrivals; the time that checking takes is in
+    it), live.engine_share (of the serving thread's busy time without checking, the part inside the cache engine).
+    """
+
+    trace: Path | None = None
+    """Arrivals (Parquet, from `helm-rl trace generate` or `convert`); without it the scenario's load is generated."""
+    scenario: str = "laptop"
+    """Model, pool and control: a shipped scenario of a pool that fits this machine (laptop), or a TOML file."""
+    seconds: float = 600.0
+    """Length of the measured run, in real time."""
+    warm_s: float = 30.0
+    """Real time served before it, from which memory is measured; before that, as much is served without waiting."""
+    speed: float = 1.0
+    """Requests arrive this many times faster than the trace says."""
+    backend: Literal["cpu", "cuda"] = "cpu"
+    """Where the pool and the stand-in for the model are."""
+    table_rows: int = 1 << 21
+    """Rows of each of the four host tables."""
+    json: Path | None = None
+    """Also write the figures here."""
+    overwrite: bool = False
+    """Replace the JSON file if it exists."""
+
+
+def main(args: Args) -> None:
+    """Print the table and write the figures.
+
+    Raises:
+        SystemExit: with status 1 and a sentence on stderr, a byte was wrong or memory grew.
+    """
+    if args.json is not None:
+        refuse_existing(args.json, args.overwrite)
+        if args.json.is_dir():
+            raise UserError(f"{args.json} is a folder; name a file")
+    for name, value in (("--seconds", args.seconds), ("--warm-s", args.warm_s)):
+        if not 0 < value <= 86_400:  # NaN is not
+            raise UserError(f"{name} must be above 0 and at most 86,400, got {value}")
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} s"))
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
+        figures = measure(args, progress)
+    table = Table(title=f"Live engine, scenario {args.scenario}, backend {args.backend}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("goal", justify="right")
+    for name, figure in figures.items():
+        goal = "" if figure.goal is None else f"{figure.goal:,.0f}"
+        table.add_row(name, f"{figure.value:,.6g} {figure.unit}".rstrip(), goal)
+    console().print(table)
+    if args.json is not None:
+        write_figures(args.json, figures)
+    if complaint := verdict(figures):
+        raise SystemExit(f"error: {complaint}")
+
+
+def verdict(figures: dict[str, Figure]) -> str | None:
+    """Return what a run must not have shown, None if it is sound."""
+    wrong = figures["live.wrong_bytes"].value
+    grown = figures["live.rss_growth_mib"].value
+    if wrong:
+        return f"{wrong:,.0f} bytes served were wrong"
+    if not figures["live.rows_verified"].value or not figures["live.pages_verified"].value:
+        return "no row or no KV page was served, so nothing was checked"
+    if grown > GROWTH_LIMIT_MIB:
+        return f"memory is not flat: it grew by {grown:,.1f} MiB, and {GROWTH_LIMIT_MIB:g} are allowed"
+    return None
+
+
+def measure(args: Args, progress: Progress) -> dict[str, Figure]:
+    """Run and return the figures; `progress` gets a task that counts seconds."""
+    from envs.live_env import HelmLiveEnv
+
+    scenario = load_scenario(args.scenario)
+    interval_s = scenario.control.interval_s
+    warm, steps = (max(1, round(seconds / interval_s)) for seconds in (args.warm_s, args.seconds))
+    if args.trace is None and (warm + steps + 2) * interval_s * args.speed > scenario.seconds:
+        raise UserError(
+            f"scenario {args.scenario} has {scenario.seconds:g} s of load; {args.warm_s + args.seconds:g} s at speed "
+            f"{args.speed:g} need more: lower --seconds, or make a longer --trace"
+        )
+    env = HelmLiveEnv(
+        scenario,
+        None if args.trace is None else Trace.load(args.trace),
+        (warm + steps) * interval_s,
+        backend=args.backend,
+        speed=args.speed,
+        table_rows=args.table_rows,
+        verify=True,
+        warm_s=args.warm_s,
+    )
+    try:
+        # What comes before the measured run: served without waiting, then in real time.
+        ahead = min(warm, max(0, env.intervals - warm - steps))
+        if env.intervals < ahead + warm + steps:
+            raise UserError(
+                f"{args.trace} lasts {env.intervals * interval_s:g} s at speed {args.speed:g}; --warm-s and --seconds "
+                f"ask for {(warm + steps) * interval_s:g}"
+            )
+        return _replay(env, ahead, warm, steps, progress)
+    finally:
+        env.close()
+
+
+def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progress) -> dict[str, Figure]:
+    control = env.scenario.control
+    env.reset(seed=0, options={"start": ahead, "alpha": 0.5 * (control.alpha_min + control.alpha_max)})
+    task = progress.add_task("warm-up", total=(warm + steps) * control.interval_s)
+    action = 1.0
+    resizes = moved = 0
+    time_s, rss_mib = [], []
+    for k in range(warm + steps):
+        if k == warm:
+            progress.update(task, description="measured")
+            start = env.totals
+            first_ns = env.node.now_ns
+        *_, info = env.step(np.array([action], np.float32))
+        if not control.alpha_min < info["target"] < control.alpha_max:
+            action = -action
+        progress.advance(task, control.interval_s)
+        if k >= warm:
+            moved += info["window"].moved_pages
+            resizes += info["window"].moved_pages > 0
+            time_s.append((env.node.now_ns - first_ns) * 1e-9)
+            rss_mib.append(_rss_mib())
+    end = env.totals
+    arrival_ns = env.node.trace.arrival_ns
+    measured = (arrival_ns >= first_ns) & (arrival_ns < env.node.now_ns)
+    waited_ms = (env.node.now_ns - arrival_ns[measured]) * 1e-6
+    served_ms = env.node.latency_ms[measured]
+    latency_ms = np.where(np.isnan(served_ms), waited_ms, served_ms)  # who still waits has waited so long at least
+    growth, slope = memory_growth(np.array(time_s), np.array(rss_mib))
+    return {
+        "live.seconds": Figure(time_s[-1], "s", "higher"),
+        "live.requests": Figure(end.requests - start.requests, "", "higher"),
+        "live.shed": Figure(end.shed - start.shed, "", "lower"),
+        "live.rows_verified": Figure(end.rows_verified - start.rows_verified, "", "higher"),
+        "live.pages_verified": Figure(end.pages_verified - start.pages_verified, "", "higher"),
+        "live.wrong_bytes": Figure(end.wrong_bytes, "", "lower", 0.0),
+        "live.resizes": Figure(resizes, "", "higher", float(steps)),
+        "live.pages_moved": Figure(moved, "", "higher"),
+        "live.rss_growth_mib": Figure(growth, "MiB", "lower", GROWTH_LIMIT_MIB),
+        "live.rss_slope_mib_per_min": Figure(60 * slope, "MiB/min", "lower"),
+        "live.p99_ms": Figure(p99_ms(latency_ms), "ms", "lower"),
+        "live.engine_share": Figure((end.engine_s - start.engine_s) / (end.busy_s - start.busy_s), "", "lower"),
+    }
+
+
+def memory_growth(time_s: npt.NDArray[np.float64], rss_mib: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the growth from the median of the first tenth of the samples to that of the last, and the slope per s."""
+    edge = max(1, int(_EDGE_SHARE * rss_mib.size))
+    growth = float(np.median(rss_mib[-edge:]) - np.median(rss_mib[:edge]))
+    slope = float(np.polyfit(time_s, rss_mib, 1)[0]) if rss_mib.size > 1 else 0.0
+    return growth, slope
+
+
+def _rss_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -18,19 +18,23 @@ _CPU_MEMORY = (1, 3, 11)  # DLPack's device types whose bytes the host can read:
 def as_numpy(values: Any, what: str) -> Any:
     """Return a NumPy array over the memory of an object with DLPack, no copy; anything else as it is.
 
+    Args:
+        values: the object.
+        what: how an error begins: "ids are", "out is".
+
     Raises:
         ValueError: its memory is that of a GPU.
     """
     if isinstance(values, np.ndarray) or not hasattr(values, "__dlpack_device__"):
         return values
     if int(values.__dlpack_device__()[0]) not in _CPU_MEMORY:
-        raise ValueError(f"{what} are in a GPU's memory; this takes them from the host's")
+        raise ValueError(f"{what} in a GPU's memory, where this needs memory of the host")
     return np.from_dlpack(values)
 
 
 def as_ids(array: Any, what: str) -> npt.NDArray[np.int64]:
     """Return integers of any layout as the int64 array that kernels are compiled for."""
-    ids = np.asarray(as_numpy(array, what))
+    ids = np.asarray(as_numpy(array, f"{what} are"))
     if ids.ndim != 1:
         raise ValueError(f"{what} must be one-dimensional, got shape {ids.shape}")
     if ids.dtype.kind not in "iu" and ids.size:
@@ -66,7 +70,7 @@ def check_rows(tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], limit
 
 def as_rows(table: Any, row_bytes: int, number: int) -> Bytes:
     """Return a host table as bytes [rows, width], no copy."""
-    array = as_numpy(table, f"rows of table {number}")
+    array = as_numpy(table, f"table {number} is")
     if not isinstance(array, np.ndarray) or array.dtype.hasobject:
         raise TypeError(f"table {number} must be a NumPy array of plain values, got {type(table).__name__}")
     if array.ndim < 2 or not array.flags.c_contiguous or not all(array.shape[1:]):

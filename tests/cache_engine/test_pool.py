@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import astuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -479,3 +480,46 @@ def test_one_lock_makes_a_lookup_and_a_lease_one_operation() -> None:
     assert done.is_set()
     lease.release()
     assert astuple(emb.stats())[:3] == (8, 0, 8)
+
+
+def test_pages_are_copied_to_the_host_and_back() -> None:
+    pool = HbmPool(3, 128, ("emb",))
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (3, 128), np.uint8)
+    for page in range(3):
+        pool.write_page(page, data[page])
+    host = pool.host_memory(3 * 128).reshape(3, 128)
+    for page in (2, 0, 1):
+        pool.read_page(page, host[page])
+    assert (host == data).all()
+    assert (pool.page(1) == data[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("array", "error", "message"),
+    [
+        (np.zeros(127, np.uint8), ValueError, r"must be C-contiguous uint8 \[128\], got uint8 \[127\]"),
+        (np.zeros(128, np.int8), ValueError, r"got int8 \[128\]"),
+        (np.zeros(256, np.uint8)[::2], ValueError, "must be C-contiguous"),
+        (np.zeros((1, 128), np.uint8), ValueError, r"got uint8 \[1, 128\]"),
+        (bytes(128), TypeError, "must be a NumPy array, got bytes"),
+    ],
+)
+def test_a_copy_of_a_page_needs_memory_of_its_size(array: Any, error: type[Exception], message: str) -> None:
+    pool = HbmPool(3, 128, ("emb",))
+    with pytest.raises(error, match=message):
+        pool.read_page(0, array)
+    with pytest.raises(error, match=message):
+        pool.write_page(0, array)
+
+
+def test_a_copy_of_no_page_or_into_locked_memory_is_refused() -> None:
+    pool = HbmPool(3, 128, ("emb",))
+    locked = np.zeros(128, np.uint8)
+    locked.flags.writeable = False
+    with pytest.raises(ValueError, match="out must be writeable"):
+        pool.read_page(0, locked)
+    pool.write_page(0, locked)
+    for page in (-1, 3):
+        with pytest.raises(ValueError, match=r"page must be in \[0, 3\)"):
+            pool.write_page(page, locked)

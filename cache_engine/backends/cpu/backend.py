@@ -78,7 +78,7 @@ class CpuBackend:
         shape = (n, self._row_bytes)
         if out is None:
             return np.empty(shape, np.uint8) if self._tables else None
-        rows = batch.as_numpy(out, "rows for out")
+        rows = batch.as_numpy(out, "out is")
         if not self._tables:
             raise ValueError("the pool was made with payload=False: there are no rows for out")
         if rows.shape != shape or rows.dtype != np.uint8 or not rows.flags.c_contiguous or not rows.flags.writeable:

@@ -89,9 +89,10 @@ class KvCache:
     def onboard(self, user: int, tokens: int, epoch: int = 0) -> int:
         """Bring the user's pages back from the host, in order, until the pool has his first `tokens` tokens.
 
-        Pages that must leave for them, never the user's own, go to the host as far as it has room beside his. The lock is free between one page and the
-        next, so another thread waits for one copy at most; whatever it does to the user meanwhile (a drop, an epoch, an
-        extension), both pages of the copy on its way stay out of others' hands until it has ended.
+        Pages that must leave for them, never the user's own, go to the host as far as it has room beside his. The lock
+        is free between one page and the next, so another thread waits for one copy at most; whatever it does to the
+        user meanwhile (a drop, an epoch, an extension), both pages of a copy on its way stay out of others' hands until
+        it has ended.
 
         Returns:
             how many of the first `tokens` tokens the pool has now: fewer than the host could have added where leases,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache_engine import EmbeddingCache, HbmPool, KvCache, PoolClosedError, TargetStatus
+from cache_engine import EmbeddingCache, HbmPool, KvCache, Migration, PoolClosedError, TargetStatus
 from cache_engine.lease import Lease
 from tests.cache_engine.invariants import check, host_run
 from tests.cache_engine.models import History, KvModel
@@ -64,23 +65,31 @@ class Engine(RuleBasedStateMachine):
 
     @initialize(
         min_pages=st.integers(0, 2),
+        hysteresis=st.sampled_from([0, 0, 3]),
         max_pages=st.integers(4, PAGES),
         host_pages=st.sampled_from([6, 2, 0, 40]),
         full=st.booleans(),
     )
-    def start(self, min_pages: int, max_pages: int, host_pages: int, full: bool) -> None:
+    def start(self, min_pages: int, hysteresis: int, max_pages: int, host_pages: int, full: bool) -> None:
         Table.broken = False
         rng = np.random.default_rng(0)
         self.tables = [
             rng.integers(0, 2**31, (ROWS, WIDE)).astype(np.int32).view(Table),
             rng.integers(0, 2**31, (ROWS, NARROW)).astype(np.int32).view(Table),
         ]
-        self.pool = HbmPool(PAGES, PAGE_BYTES, min_pages=min_pages, drain_limit_s=DRAIN_LIMIT_NS * 1e-9)
+        self.pool = HbmPool(
+            PAGES,
+            PAGE_BYTES,
+            min_pages=min_pages,
+            drain_limit_s=DRAIN_LIMIT_NS * 1e-9,
+            hysteresis_pages=hysteresis,
+        )
         self.emb = EmbeddingCache(self.pool, row_bytes=ROW_BYTES, tables=self.tables, max_pages=max_pages)
         self.kv = KvCache(self.pool, token_bytes=TOKEN_BYTES, host_pages=host_pages)
         self.max_pages = max_pages
-        self.pool.set_target(0.5, 0)
-        self.pool.migrate(PAGES)
+        self.outcomes: Counter[str] = Counter()
+        self.outcomes[self.pool.set_target(0.5, 0).value] += 1
+        self.count(self.pool.migrate(PAGES))
         kv_pages = self.pool.owned("kv")
         assert kv_pages == PAGES - min(PAGES // 2, max_pages)
         self.model = KvModel(self.kv.page_tokens, owned=kv_pages, goal=kv_pages, host_pages=host_pages)
@@ -284,6 +293,7 @@ class Engine(RuleBasedStateMachine):
     def set_target(self, alpha: float, step: int) -> None:
         before = self.pool.state.goal.copy()
         status = self.pool.set_target(alpha, self.revision + step)
+        self.outcomes[status.value] += 1
         assert (status is TargetStatus.STALE) == (step < 0 or not np.isfinite(alpha))
         if status is TargetStatus.STALE or step == 0:
             assert (self.pool.state.goal == before).all()
@@ -291,19 +301,30 @@ class Engine(RuleBasedStateMachine):
             self.revision += 1
             floor = self.pool.min_pages
             emb = min(max(round(min(max(alpha, 0), 1) * PAGES), floor), PAGES - floor, self.max_pages)
-            assert self.pool.state.goal.tolist() == [emb, PAGES - emb]
+            self.check_goals(before, [emb, PAGES - emb], status)
+
+    def check_goals(self, before: np.ndarray, wanted: list[int], status: TargetStatus) -> None:
+        held = 0 < np.abs(before - wanted).max() < self.pool.hysteresis_pages
+        assert self.pool.state.goal.tolist() == (before.tolist() if held else wanted)
+        assert (status is TargetStatus.HELD) == held
+
+    def count(self, done: Migration) -> None:
+        self.outcomes.update(granted=done.granted, taken=done.freed, aborted=done.aborted)
 
     @rule(emb=st.integers(0, PAGES), kv=st.integers(0, PAGES))
     def set_goals(self, emb: int, kv: int) -> None:
         floor = self.pool.min_pages
         possible = floor <= emb <= self.max_pages and floor <= kv and emb + kv <= PAGES
+        before = self.pool.state.goal.copy()
         try:
-            self.pool.set_goals({"emb": emb, "kv": kv}, self.revision + 1)
+            status = self.pool.set_goals({"emb": emb, "kv": kv}, self.revision + 1)
         except ValueError:
             assert not possible
         else:
             assert possible
             self.revision += 1
+            self.outcomes[status.value] += 1
+            self.check_goals(before, [emb, kv], status)
 
     @rule(budget=st.integers(0, PAGES), wait_ns=st.sampled_from([0, 10, DRAIN_LIMIT_NS + 1]))
     def migrate(self, budget: int, wait_ns: int) -> None:
@@ -313,6 +334,7 @@ class Engine(RuleBasedStateMachine):
         pinned = {page for held in self.held for page in held.pages}
         generations = state.generation.copy()
         done = self.pool.migrate(budget, self.now_ns)
+        self.count(done)
         after = state.owned.tolist()
         assert done.freed <= budget
         assert done.granted <= budget
@@ -339,6 +361,9 @@ class Engine(RuleBasedStateMachine):
             assert getattr(kv, name) == getattr(model, name), name
             setattr(model, name, 0)
         self.counts = dict.fromkeys(self.counts, 0)
+        pool = asdict(self.pool.stats())
+        assert pool == {name: self.outcomes[name] for name in pool}
+        self.outcomes.clear()
 
     @invariant()
     def everything_holds(self) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_engine import EmbeddingCache, HbmPool, KvCache, Migration, PoolClosedError, TargetStatus
+from cache_engine import EmbeddingCache, HbmPool, KvCache, Migration, PoolClosedError, PoolStats, TargetStatus
 from cache_engine.lease import Lease
 from tests.cache_engine.invariants import check
 
-APPLIED, DEFERRED, STALE = TargetStatus.APPLIED, TargetStatus.DEFERRED, TargetStatus.STALE
+APPLIED, DEFERRED, HELD, STALE = TargetStatus.APPLIED, TargetStatus.DEFERRED, TargetStatus.HELD, TargetStatus.STALE
 PAGE = 64  # bytes: four rows of 16, or four tokens of 16
 
 
@@ -97,6 +97,47 @@ def test_revisions_order_targets() -> None:
     assert pool.state.goal.tolist() == [2, 6]
     assert pool.set_target(0.5, -1) is STALE
     assert pool.set_target(0.5, 2**70) is APPLIED, "it has that already"
+
+
+def test_targets_within_the_hysteresis_move_nothing_and_small_steps_add_up() -> None:
+    pool = HbmPool(100, PAGE, payload=False, hysteresis_pages=5)
+    EmbeddingCache(pool, row_bytes=16)
+    KvCache(pool, token_bytes=16)
+    assert pool.set_target(0.02, 0) is DEFERRED, "the first target counts, however near to nothing"
+    pool.set_target(0.5, 1)
+    pool.migrate(100)
+    for revision, alpha in enumerate((0.54, 0.46, 0.52), start=2):
+        assert pool.set_target(alpha, revision) is HELD
+        assert pool.migrate(100) == Migration(0, 0, 0, 0, 0)
+    assert pool.set_target(0.5, 5) is APPLIED, "no difference at all"
+    assert pool.set_target(0.4, 4) is STALE, "revisions of targets that were held count"
+    assert pool.set_target(0.55, 6) is DEFERRED
+    assert pool.migrate(3).granted == 3
+    assert pool.set_target(0.51, 7) is HELD, "compared with the recorded target, not with where the pages are"
+    assert pool.migrate(100).granted == 2
+    assert pool.set_goals({"emb": 54, "kv": 30}, 8) is DEFERRED, "one member's difference is enough"
+    assert pool.state.goal.tolist() == [54, 30]
+
+
+def test_the_pool_counts_targets_by_outcome_and_pages() -> None:
+    pool, emb, _ = build(pages=8, min_pages=0)
+    assert pool.stats() == PoolStats(applied=0, deferred=0, held=0, stale=0, granted=0, taken=0, aborted=0)
+    pool.set_target(0.5, 1)
+    pool.migrate(8)
+    pool.set_target(0.5, 2)
+    pool.set_target(0.5, 1)
+    pool.set_target(float("nan"), 3)
+    assert pool.stats() == PoolStats(applied=1, deferred=1, held=0, stale=2, granted=8, taken=0, aborted=0)
+    lease = emb.lease(emb.lookup(ids(0, 1, 2, 3)).slots)
+    pool.set_goals({"emb": 3, "kv": 2}, 4)
+    pool.migrate(8)
+    pool.set_goals({"emb": 4, "kv": 2}, 5)
+    pool.migrate(8)
+    assert pool.stats() == PoolStats(applied=0, deferred=2, held=0, stale=0, granted=0, taken=2, aborted=1)
+    with pytest.raises(ValueError, match="together"):
+        pool.set_goals({"emb": 8, "kv": 8}, 6)
+    assert pool.stats() == PoolStats(applied=0, deferred=0, held=0, stale=0, granted=0, taken=0, aborted=0)
+    lease.release()
 
 
 def test_fault_4_a_target_below_pinned_pages_is_deferred_and_completes_by_itself() -> None:
@@ -346,6 +387,8 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
         ({"pages": 8, "members": ()}, "distinct"),
         ({"pages": 8, "drain_limit_s": float("nan")}, "drain_limit_s"),
         ({"pages": 8, "drain_limit_s": -1.0}, "drain_limit_s"),
+        ({"pages": 8, "hysteresis_pages": -1}, r"hysteresis_pages must be in \[0, 8\], got -1"),
+        ({"pages": 8, "hysteresis_pages": 9}, r"hysteresis_pages must be in \[0, 8\], got 9"),
     ],
 )
 def test_a_pool_that_cannot_be_is_refused(arguments: dict[str, object], message: str) -> None:
@@ -388,6 +431,7 @@ def test_after_close_operations_raise_and_leases_end() -> None:
     pool.close()
     for operation in (
         lambda: pool.set_target(0.25, 2),
+        lambda: pool.set_target(float("nan"), 2),
         lambda: pool.set_goals({"emb": 4, "kv": 4}, 2),
         lambda: pool.migrate(1),
         lambda: pool.page(0),

@@ -42,9 +42,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-# On a machine of which only a Python with cupy, numpy, numba and pytest is asked.
+# On a machine of which only a Python with cupy, numpy, numba and pytest is asked; GPU_CHECK_ARGS="--json FILE" for figures.
 gpu-check:
-	@PYTHON="$(PYTHON)" bash tests/gpu_check.sh
+	@PYTHON="$(PYTHON)" bash tests/gpu_check.sh $(GPU_CHECK_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -36,9 +36,10 @@ class Refill:
 
     def add(self, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64]) -> None:
         """Append rows; copies of one are fetched once."""
-        pairs = np.rec.fromarrays((tables, keys))
-        _, first = np.unique(pairs, return_index=True)
-        first.sort()
+        order = np.lexsort((keys, tables))  # stable: of copies the first one comes first
+        new = np.ones(keys.size, np.bool_)
+        new[1:] = (np.diff(keys[order]) != 0) | (np.diff(tables[order]) != 0)
+        first = np.sort(order[new])
         for at in range(0, first.size, self._rows_per_chunk):
             chosen = first[at : at + self._rows_per_chunk]
             self._queue.append((tables[chosen], keys[chosen]))

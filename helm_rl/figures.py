@@ -28,16 +28,18 @@ class Figure:
     goal: float | None = None
 
 
-def write_figures(path: Path, figures: dict[str, Figure]) -> None:
+def write_figures(path: Path, figures: dict[str, Figure], accelerator: str | None = None) -> None:
     """Write `{"figures": ..., "machine": ..., "command": ...}`; values that are not finite become null.
 
+    `accelerator` names the GPU that was measured, if one was; it is part of the machine.
     Names are lower case and dotted, and stay the same from release to release.
     """
     rows = {name: asdict(figure) for name, figure in sorted(figures.items())}
     for row in rows.values():
         if not math.isfinite(row["value"]):
             row["value"] = None
-    document = {"figures": rows, "machine": machine(), "command": command()}
+    hardware = machine() | ({} if accelerator is None else {"accelerator": accelerator})
+    document = {"figures": rows, "machine": hardware, "command": command()}
     write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can say of the cache engine, in under five minutes: tests, compute-sanitizer, a table of speeds.
 # Needs a Python with cupy, numpy, numba and pytest (PYTHON=...), no .venv; fails with one sentence where there is no GPU.
+# Arguments go to the table: --json FILE.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
-tests=(-q -p no:cacheprovider -W "ignore::pytest.PytestConfigWarning" tests/cache_engine/backends/test_gpu.py)
+tests=(-q -p no:cacheprovider -W "ignore::pytest.PytestConfigWarning" tests/cache_engine/backends/test_gpu.py
+    tests/cache_engine/backends/test_gpu_cache.py)
 
 limited() { # SECONDS COMMAND...
     timeout "$@" || {
@@ -32,4 +34,4 @@ else
 fi
 
 echo "== speed"
-limited 70 "$python" -m tests.cache_engine.backends.gpu_table
+limited 70 "$python" -m tests.cache_engine.backends.gpu_table "$@"

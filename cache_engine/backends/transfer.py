@@ -17,7 +17,7 @@ from cache_engine.backends.device import CHUNK_BYTES, Device, Event, Mapping, is
 Bytes = npt.NDArray[np.uint8]
 
 RING = 4  # page-locked buffers of a lane: the CPU fills one while others are copied
-_TRIAL_BYTES = 8 << 20  # of the rows by which the two paths are compared
+TRIAL_BYTES = 8 << 20  # of the rows by which the two paths are compared
 
 
 class Lane:
@@ -141,7 +141,7 @@ class HostTables:
         rows = self._tables[k].shape[0]
         if not rows:
             return "zero-copy"
-        m = max(1, min(_TRIAL_BYTES // self._row_bytes, 65_536))
+        m = max(1, min(TRIAL_BYTES // self._row_bytes, 65_536))
         keys = device.array(np.random.default_rng(0).integers(0, rows, m))
         tables = device.array(np.full(m, k, np.int16))
         first = device.array(np.arange(m, dtype=np.int32))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_engine.backends import cuda
+from cache_engine.backends import cuda, transfer
 from cache_engine.backends.device import CudaUnavailableError, CupyDevice, kernel_source
 from tests.cache_engine.backends.host_device import ADDRESS, THREAD, HostDevice, compile_host_device, kernel_names
 from tests.cache_engine.backends.local_device import World, compile_library
@@ -62,8 +62,9 @@ def library(all_kernels: Path) -> Path:
 
 
 @pytest.fixture
-def world(library: Path, all_kernels: Path) -> Iterator[World]:
+def world(library: Path, all_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A device in this process, from which `world.device()` is to be had."""
+    monkeypatch.setattr(transfer, "TRIAL_BYTES", 4096)
     world = World(library, kernel_names(all_kernels))
     yield world
     world.check()

@@ -20,31 +20,14 @@ from cache_engine.backends.device import CudaUnavailableError
 from cache_engine.backends.transfer import HostTables
 from tests.cache_engine.backends.host_device import kernel_names
 from tests.cache_engine.backends.local_device import LocalArray, World
-from tests.cache_engine.backends.public_twins import ROWS, Operation, PublicTwins
-
-ids = st.lists(st.integers(0, ROWS - 1), max_size=40)
-table = st.integers(0, 2)
-tables = table | st.lists(table, min_size=40, max_size=40)
-operations = st.one_of(
-    st.tuples(st.just("lookup"), ids, tables, st.booleans(), st.booleans()),
-    st.tuples(st.just("lookup"), ids, tables),
-    st.tuples(st.just("broken_lookup"), ids, table),
-    st.tuples(
-        st.just("update"), st.lists(st.integers(0, ROWS - 1), unique=True, max_size=20), table, st.integers(0, 255)
-    ),
-    st.tuples(st.just("refill"), ids, tables, st.booleans()),
-    st.tuples(st.just("advance"), st.booleans()),
-    st.tuples(st.just("goal"), st.integers(0, 6)),
-    st.tuples(st.just("migrate"), st.integers(0, 6)),
-    st.tuples(st.just("end_lease"), st.integers(0, 9)),
-    st.tuples(st.just("stats")),
-)
+from tests.cache_engine.backends.public_twins import Operation, PublicTwins
+from tests.cache_engine.backends.sequences import programs
 
 
 @pytest.mark.parametrize("gather", ["zero-copy", "staging"])
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    program=st.lists(operations, min_size=8, max_size=30),
+    program=programs,
     row_bytes=st.sampled_from([16, 12, 7]),
     max_pages=st.integers(2, 6),
     order=st.sampled_from(["forward", "reverse", "random"]),
@@ -67,14 +50,7 @@ def test_any_sequence_of_calls_leaves_both_backends_the_same(
             patch.setattr(module, "CHUNK_BYTES", 5 * row_bytes)
         world = World(library, kernel_names(all_kernels), order, seed)
         twins = PublicTwins(world.device(), row_bytes=row_bytes, gather=gather, max_pages=max_pages)
-        twins.goal(6)
-        twins.migrate(6)
-        for operation in program:
-            if gather == "zero-copy" and operation[0] == "broken_lookup":
-                continue  # kernels read memory, which does not fail
-            twins.apply(operation)
-            twins.check()
-        twins.close()
+        twins.run(program)
         assert not world.mapped
         world.check()
 
@@ -146,16 +122,17 @@ def host_of_front(array: Any) -> np.ndarray:
     return result
 
 
-def test_a_copy_does_not_land_on_rows_that_are_still_being_admitted(world: World, small_chunks: int) -> None:
+def test_a_copy_does_not_land_on_rows_that_are_still_being_admitted(world: World) -> None:
     """The stores of one copy wait in the foreground's stream while the next one is begun, into the same memory."""
     _, emb = build(world)
-    emb.refill(np.arange(32))
-    for _ in range(7):
-        emb.advance_refill()
-    assert emb.advance_refill() == 0
-    answer = emb.lookup(np.arange(32))
+    backend, zeros = emb._backend, np.zeros(4, np.int16)
+    first = backend.fetch(zeros, np.arange(4))
+    first.event.wait()
+    backend.admit(first)
+    backend.fetch(zeros, np.arange(4, 8)).event.wait()
+    answer = emb.lookup(np.arange(4))
     assert host(world, answer.hit).all()
-    assert (host(world, answer.rows).view(np.int32) == numbers()[:32]).all()
+    assert (host(world, answer.rows).view(np.int32) == numbers()[:4]).all()
 
 
 def test_a_batch_of_more_rows_than_the_ring_has_room_for(world: World, small_chunks: int) -> None:

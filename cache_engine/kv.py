@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 
 from cache_engine.backends.cpu import kv as kernels
 from cache_engine.backends.cpu import kv_host as tiers
+from cache_engine.integers import int64, integer
 from cache_engine.lease import Lease
 from cache_engine.pool import HbmPool
 from cache_engine.stats import KvStats
@@ -47,9 +47,9 @@ class KvCache:
     """
 
     def __init__(self, pool: HbmPool, *, token_bytes: int, name: str = "kv", host_pages: int = 0) -> None:
-        if not 1 <= token_bytes <= pool.page_bytes:
+        if not 1 <= integer("token_bytes", token_bytes) <= pool.page_bytes:
             raise ValueError(f"token_bytes must be in [1, {pool.page_bytes}] (one page), got {token_bytes}")
-        if not 0 <= operator.index(host_pages) < 2**31 - 1:
+        if not 0 <= integer("host_pages", host_pages) < 2**31 - 1:
             raise ValueError(f"host_pages must be in [0, 2**31 - 2], got {host_pages}")
         self.token_bytes = token_bytes
         self.page_tokens = pool.page_bytes // token_bytes
@@ -70,7 +70,7 @@ class KvCache:
 
         What the host has beyond them is a miss, unless it is brought back: see `onboardable`.
         """
-        user, tokens, epoch = _int64("user", user), _tokens(tokens), _int64("epoch", epoch)
+        user, tokens, epoch = int64("user", user), _tokens(tokens), int64("epoch", epoch)
         with self._pool.lock:
             self._pool.check_open()
             if self.host is not None:
@@ -79,7 +79,7 @@ class KvCache:
 
     def onboardable(self, user: int, tokens: int, epoch: int = 0) -> int:
         """Return how many of the first `tokens` tokens `onboard` could add to what the pool has; changes nothing."""
-        user, tokens, epoch = _int64("user", user), _tokens(tokens), _int64("epoch", epoch)
+        user, tokens, epoch = int64("user", user), _tokens(tokens), int64("epoch", epoch)
         with self._pool.lock:
             self._pool.check_open()
             if self.host is None:
@@ -98,7 +98,7 @@ class KvCache:
             how many of the first `tokens` tokens the pool has now: fewer than the host could have added where leases,
             the goal or the size of the partition leave too little room. `lookup` counts, this does not.
         """
-        user, tokens, epoch = _int64("user", user), _tokens(tokens), _int64("epoch", epoch)
+        user, tokens, epoch = int64("user", user), _tokens(tokens), int64("epoch", epoch)
         while self._onboard_page(user, tokens, epoch):
             pass
         with self._pool.lock:
@@ -113,7 +113,7 @@ class KvCache:
         To be called off the critical path; leases may leave fewer idle. The lock is free between one page and the next.
         Without a host tier nothing is evicted.
         """
-        if operator.index(idle_pages) < 0:
+        if integer("idle_pages", idle_pages) < 0:
             raise ValueError(f"idle_pages must be at least 0, got {idle_pages}")
         moved = 0
         while True:
@@ -134,7 +134,7 @@ class KvCache:
         (`pages`) before others look the user up. What the host had of these tokens it has no longer: bring it back
         first (`onboard`).
         """
-        user, tokens, epoch = _int64("user", user), _tokens(tokens), _int64("epoch", epoch)
+        user, tokens, epoch = int64("user", user), _tokens(tokens), int64("epoch", epoch)
         with self._pool.lock:
             self._pool.check_open()
             if self.host is None:
@@ -144,7 +144,7 @@ class KvCache:
 
     def pages(self, user: int) -> npt.NDArray[np.int32]:
         """Return the user's pages in the pool from the first token on, int32, empty if he has none."""
-        user = _int64("user", user)
+        user = int64("user", user)
         with self._pool.lock:
             self._pool.check_open()
             e = kernels.find(self.state, user)
@@ -162,7 +162,7 @@ class KvCache:
 
         A leased user can still be dropped: he is unreachable at once, and his pages come back when the last lease ends.
         """
-        user = _int64("user", user)
+        user = int64("user", user)
         with self._pool.lock:
             self._pool.check_open()
             e = int(kernels.pin(self.state, user))
@@ -170,7 +170,7 @@ class KvCache:
 
     def drop(self, user: int) -> bool:
         """Forget the user; False if he was not cached."""
-        user = _int64("user", user)
+        user = int64("user", user)
         with self._pool.lock:
             self._pool.check_open()
             if self.host is not None:
@@ -274,16 +274,8 @@ class KvCache:
             raise
 
 
-def _int64(what: str, value: int) -> int:
-    # A wider or another type would be compiled for anew, and compared as a float.
-    number = operator.index(value)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{what} must fit int64, got {number}")
-    return number
-
-
 def _tokens(value: int) -> int:
-    tokens = operator.index(value)
+    tokens = integer("tokens", value)
     if not 0 <= tokens < 2**63:
         raise ValueError(f"tokens must be at least 0 and fit int64, got {tokens}")
     return tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-import operator
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from cache_engine.backends.cpu import pool as kernels
 from cache_engine.backends.device import CHUNK_BYTES, CupyDevice, Device
+from cache_engine.integers import int64, integer
 
 
 class TargetStatus(enum.Enum):
@@ -106,8 +106,12 @@ class HbmPool:
         backend: str = "cpu",
         device: Device | None = None,
     ) -> None:
-        if len(members) < 1 or len(set(members)) != len(members):
-            raise ValueError(f"members must be distinct names, got {list(members)}")
+        if isinstance(members, str) or not all(isinstance(name, str) for name in members):
+            raise TypeError(f"members must be a sequence of names, got {members!r}")
+        if not 1 <= len(members) < 2**15 or len(set(members)) != len(members):
+            raise ValueError(f"members must be distinct names, at most {2**15 - 1}, got {list(members)[:10]}")
+        pages, page_bytes = integer("pages", pages), integer("page_bytes", page_bytes)
+        min_pages = integer("min_pages", min_pages)
         if min_pages < 0:
             raise ValueError(f"min_pages must be at least 0, got {min_pages}")
         if pages < max(1, min_pages) * len(members):
@@ -118,7 +122,7 @@ class HbmPool:
             raise ValueError(f"pages must be below 2**31, got {pages}")
         if not 0 <= drain_limit_s <= 1e9:
             raise ValueError(f"drain_limit_s must be in [0, 1e9], got {drain_limit_s}")
-        if not 0 <= operator.index(hysteresis_pages) <= pages:
+        if not 0 <= integer("hysteresis_pages", hysteresis_pages) <= pages:
             raise ValueError(f"hysteresis_pages must be in [0, {pages}], got {hysteresis_pages}")
         if page_bytes < 64 or page_bytes % 64:
             raise ValueError(f"page_bytes must be a positive multiple of 64, got {page_bytes}")
@@ -224,7 +228,11 @@ class HbmPool:
             raise ValueError(f"set_target needs two members, the pool has {len(self.members)}: use set_goals")
         with self.lock:
             self.check_open()
-            if not math.isfinite(alpha):
+            try:
+                finite = math.isfinite(alpha)
+            except OverflowError:  # of an integer that no float can hold
+                finite = False
+            if not finite:
                 return self._count(TargetStatus.STALE)
             first = round(min(max(alpha, 0.0), 1.0) * self.pages)
             first = min(max(first, self.min_pages), self.pages - self.min_pages, self._most[0])
@@ -243,12 +251,12 @@ class HbmPool:
         Raises:
             TypeError, ValueError: goals that this pool cannot meet; the recorded ones stand.
         """
-        revision = operator.index(revision)
+        revision = integer("revision", revision)
         with self.lock:
             self.check_open()
             if set(goals) != set(self.members):
-                raise ValueError(f"goals must name {', '.join(self.members)}, got {', '.join(goals)}")
-            wanted = [operator.index(goals[name]) for name in self.members]
+                raise ValueError(f"goals must name {', '.join(self.members)}, got {', '.join(map(str, goals))}")
+            wanted = [integer(f"the goal of {name!r}", goals[name]) for name in self.members]
             for name, n, most in zip(self.members, wanted, self._most, strict=True):
                 if not self.min_pages <= n <= most:
                     raise ValueError(f"the goal of {name!r} must be in [{self.min_pages}, {most}] pages, got {n}")
@@ -287,12 +295,12 @@ class HbmPool:
             budget: most pages taken from their owners, and most given, by this call.
             now_ns: the caller's clock, for the time limit of draining; the monotonic clock by default.
         """
+        budget = min(integer("budget", budget), self.pages)
         if budget < 0:
             raise ValueError(f"budget must be at least 0 pages, got {budget}")
-        budget = min(operator.index(budget), self.pages)
         with self.lock:
             self.check_open()
-            now = time.monotonic_ns() if now_ns is None else operator.index(now_ns)
+            now = time.monotonic_ns() if now_ns is None else int64("now_ns", now_ns)
             caches = [cache for cache in self._caches if cache is not None]
             aborted = int(self.state.aborted.sum())
             freed = 0
@@ -336,14 +344,14 @@ class HbmPool:
 
         A NumPy array, on backend "cuda" one of the device; torch and others view either through DLPack.
         """
+        page = integer("page", page)  # Python's: an int32 would overflow below
         if not 0 <= page < self.pages:
             raise ValueError(f"page must be in [0, {self.pages}), got {page}")
         with self.lock:
             self.check_open()
             if self.storage is None:
                 raise ValueError("the pool was made with payload=False: it keeps no bytes")
-            # Python's integers: those of an int32 array would overflow.
-            start = operator.index(page) * self.page_bytes
+            start = page * self.page_bytes
             return self.storage[start : start + self.page_bytes]
 
     def read_page(self, page: int, out: npt.NDArray[np.uint8]) -> None:

@@ -328,10 +328,14 @@ def test_users_are_any_int64_and_nothing_wider() -> None:
     with pytest.raises(ValueError, match="epoch must fit int64"):
         kv.extend(0, 4, epoch=2**64)
     for operation in (kv.pages, kv.lease, kv.drop):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"user must be an integer, got 1\.0"):
             operation(1.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"tokens must be an integer, got 4\.0"):
         kv.extend(0, 4.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tokens must be an integer, got nan"):
+        kv.lookup(0, float("nan"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"user must be an integer, got array\(\[1, 2\]\)"):
+        kv.lookup(np.array([1, 2]), 4)  # type: ignore[arg-type]
     assert len(kernels.lookup.signatures) == 1  # type: ignore[attr-defined]
     check(pool, kv=kv)
 
@@ -341,6 +345,8 @@ def test_a_token_wider_than_a_page_is_refused(token_bytes: int) -> None:
     pool = HbmPool(4, 64, payload=False)
     with pytest.raises(ValueError, match=r"token_bytes must be in \[1, 64\]"):
         KvCache(pool, token_bytes=token_bytes)
+    with pytest.raises(TypeError, match=r"token_bytes must be an integer, got 16\.0"):
+        KvCache(pool, token_bytes=16.0)  # type: ignore[arg-type]
     KvCache(pool, token_bytes=64)
 
 

@@ -360,17 +360,27 @@ def test_goals_that_no_pool_can_meet_are_refused(goals: dict[str, int], message:
 
 def test_arguments_of_the_wrong_kind_are_refused() -> None:
     pool, _, _ = build()
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"the goal of 'emb' must be an integer, got 3\.5"):
         pool.set_goals({"emb": 3.5, "kv": 2}, 1)  # type: ignore[dict-item]
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="revision must be an integer, got nan"):
         pool.set_target(0.5, float("nan"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be real number, not NoneType"):
+        pool.set_target(None, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="budget must be at least 0 pages, got -1"):
         pool.migrate(-1)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"budget must be an integer, got 1\.5"):
         pool.migrate(1.5)  # type: ignore[arg-type]
+    for now_ns in (2**63, -(2**63) - 1):
+        with pytest.raises(ValueError, match="now_ns must fit int64"):
+            pool.migrate(1, now_ns=now_ns)
+    with pytest.raises(TypeError, match="now_ns must be an integer, got nan"):
+        pool.migrate(1, now_ns=float("nan"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"page must be an integer, got 1\.0"):
+        pool.page(1.0)  # type: ignore[arg-type]
+    assert pool.set_target(10**400, 1) is STALE
     assert pool.state.goal.tolist() == [0, 0]
     assert pool.free == 8
-    pool.set_target(0.5, 1)
+    assert pool.set_target(np.float32(0.5), np.int32(1)) is DEFERRED  # type: ignore[arg-type]
     assert pool.migrate(10**30, now_ns=5).granted == 8
 
 
@@ -394,6 +404,31 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
 def test_a_pool_that_cannot_be_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HbmPool(**{"page_bytes": PAGE, "payload": False, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pages": 8.0}, r"pages must be an integer, got 8\.0"),
+        ({"pages": 8, "page_bytes": 64.0}, r"page_bytes must be an integer, got 64\.0"),
+        ({"pages": 8, "min_pages": 1.5}, r"min_pages must be an integer, got 1\.5"),
+        ({"pages": 8, "hysteresis_pages": None}, "hysteresis_pages must be an integer, got None"),
+        ({"pages": 8, "members": "kv"}, "members must be a sequence of names, got 'kv'"),
+        ({"pages": 8, "members": ("emb", 2)}, r"members must be a sequence of names, got \('emb', 2\)"),
+    ],
+)
+def test_a_pool_of_the_wrong_kind_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        HbmPool(**{"page_bytes": PAGE, "payload": False, **arguments})  # type: ignore[arg-type]
+
+
+def test_a_cache_of_a_closed_pool_is_refused() -> None:
+    pool = HbmPool(8, PAGE, payload=False)
+    pool.close()
+    with pytest.raises(PoolClosedError):
+        KvCache(pool, token_bytes=16)
+    with pytest.raises(PoolClosedError):
+        EmbeddingCache(pool, row_bytes=16)
 
 
 def test_a_member_attaches_once_and_by_its_name() -> None:
@@ -435,6 +470,8 @@ def test_after_close_operations_raise_and_leases_end() -> None:
         lambda: pool.set_goals({"emb": 4, "kv": 4}, 2),
         lambda: pool.migrate(1),
         lambda: pool.page(0),
+        lambda: pool.read_page(0, np.zeros(PAGE, np.uint8)),
+        lambda: pool.write_page(0, np.zeros(PAGE, np.uint8)),
         lambda: emb.lookup(ids(0)),
         lambda: emb.invalidate(ids(0)),
         lambda: emb.lease(np.array([0])),

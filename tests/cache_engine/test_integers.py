@@ -20,7 +20,7 @@ def test_any_integer_becomes_pythons_own(value: Any) -> None:
 @pytest.mark.parametrize("value", [7.0, float("nan"), "7", None, [7], np.float32(7), np.array([7, 8])])
 def test_anything_else_is_named(value: Any) -> None:
     for function in (integer, int64):
-        with pytest.raises(TypeError, match="^n must be an integer, got "):
+        with pytest.raises(TypeError, match=r"^n must be an integer, got "):
             function("n", value)
 
 

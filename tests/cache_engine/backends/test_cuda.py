@@ -57,6 +57,8 @@ def test_without_a_device_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch, 
 class FakeArray(np.ndarray):
     """A NumPy array with those methods of CuPy's that the backend calls."""
 
+    device: Any = None
+
     def set(self, values: np.ndarray, stream: Any) -> None:
         assert (values.dtype, values.shape) == (self.dtype, self.shape)
         assert values.flags.c_contiguous
@@ -148,6 +150,115 @@ def test_cupy_gets_arrays_and_64_bit_integers_and_no_empty_grid(
     assert {block for _, _, block, _ in launches} == {(256,)}
     for _, _, _, arguments in launches:
         assert {type(a) for a in arguments} <= {FakeArray, np.int64}
+
+
+class FakeRuntimeError(RuntimeError):
+    """An error of the CUDA runtime, as CuPy raises it."""
+
+
+class FakeRuntime:
+    """Registered host memory, by address."""
+
+    CUDARuntimeError = FakeRuntimeError
+
+    def __init__(self) -> None:
+        self.registered: dict[int, tuple[int, int]] = {}  # address: bytes, flags
+        self.refuses = False
+
+    def getDeviceCount(self) -> int:
+        return 1
+
+    def hostRegister(self, address: int, size: int, flags: int) -> None:
+        if self.refuses:
+            raise FakeRuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+        self.registered[address] = size, flags
+
+    def hostUnregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def pointerGetAttributes(self, address: int) -> Any:
+        inside = any(start <= address < start + size for start, (size, _) in self.registered.items())
+        return SimpleNamespace(type=1 if inside else 0, devicePointer=address + 2**40)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    fake = FakeRuntime()
+    cupy = SimpleNamespace(
+        cuda=SimpleNamespace(
+            runtime=fake,
+            get_current_stream=FakeContext,
+            Device=FakeContext,
+            alloc_pinned_memory=lambda size: bytearray(b"x" * size),
+        ),
+        RawModule=lambda code, options: None,
+        ndarray=FakeArray,
+        asarray=lambda values: np.asarray(values.there).view(FakeArray),
+        from_dlpack=lambda values: np.asarray(values.there).view(FakeArray),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return fake
+
+
+def test_tables_are_page_locked_where_they_lie(runtime: FakeRuntime) -> None:
+    device = devices.CupyDevice()
+    table = np.zeros((5, 3), np.int32)
+    mapping = device.map(table)
+    assert mapping is not None
+    assert runtime.registered == {table.ctypes.data: (60, 0)}
+    assert mapping.address == table.ctypes.data + 2**40
+    mapping.release()
+    assert not runtime.registered
+    table.flags.writeable = False
+    assert device.map(table) is not None
+    assert runtime.registered == {table.ctypes.data: (60, 8)}, "cudaHostRegisterReadOnly"
+
+
+def test_memory_that_others_page_locked_is_used_and_left_as_it_is(runtime: FakeRuntime) -> None:
+    device = devices.CupyDevice()
+    table = np.zeros(3000, np.uint8)
+    runtime.refuses = True
+    start = table.ctypes.data
+    for registered in ({}, {start: 1500}, {start: 1000, start + 2000: 1000}, {start + 1: 2999}):
+        runtime.registered = {address: (size, 0) for address, size in registered.items()}
+        assert device.map(table) is None, "in part at most"
+    runtime.registered = {start - 100: (4000, 0)}
+    mapping = device.map(table)
+    assert mapping is not None
+    mapping.release()
+    assert runtime.registered
+
+
+def test_what_needs_no_page_locking_or_cannot_have_it(runtime: FakeRuntime, tmp_path: Path) -> None:
+    device = devices.CupyDevice()
+    assert device.map(np.zeros((0, 4))) is not None
+    pinned = device.pinned(64)
+    assert not pinned.any()
+    mapping = device.map(pinned[16:].reshape(3, 16))
+    assert mapping is not None
+    assert mapping.address == pinned.ctypes.data + 16 + 2**40
+    np.zeros(64, np.uint8).tofile(tmp_path / "rows")
+    mapped = np.memmap(tmp_path / "rows", np.uint8, "r", shape=(4, 16))
+    for rows in (mapped, mapped.reshape(8, 8).view(np.uint16), np.frombuffer(memoryview(mapped)[:32], np.uint8)):
+        assert device.map(rows) is None
+    assert not runtime.registered
+
+
+def test_arrays_of_others_are_taken_by_either_protocol(runtime: FakeRuntime) -> None:
+    device = devices.CupyDevice()
+    there = np.arange(3)
+    FakeArray.device = device._device
+    interface = SimpleNamespace(__cuda_array_interface__={}, there=there)
+    dlpack, on_host = (SimpleNamespace(__dlpack_device__=lambda kind=kind: (kind, 0), there=there) for kind in (2, 1))
+    for values in (interface, dlpack, there.view(FakeArray)):
+        array = device.adopt(values)
+        assert array is not None
+        assert np.shares_memory(array, there)
+    for values in (on_host, there, [1, 2]):
+        assert device.adopt(values) is None
+    FakeArray.device = FakeContext()
+    with pytest.raises(ValueError, match="the pool is on"):
+        device.adopt(dlpack)
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ GATHERS = ("auto", "zero-copy", "staging")
 class EmbeddingLookup:
     """The answer to one batch of n keys: NumPy arrays, on backend "cuda" arrays of the device.
 
-    The latter are complete when the pool's stream has come that far; through DLPack the consumer's stream waits for it.
+    The latter are complete when the pool's stream has come that far. Where that is CuPy's current stream, as it is by
+    default, whoever takes them through DLPack waits for it on its own stream.
     """
 
     rows: Any  # uint8 [n, row_bytes], the rows themselves; None without payload

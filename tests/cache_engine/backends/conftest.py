@@ -1,4 +1,4 @@
-"""Fixtures: kernels.cu compiled for the host once per session, and a real device where there is one."""
+"""Fixtures: the kernels compiled for the host once per session, and a real device where there is one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNELS = Path(cuda.__file__).with_name("kernels.cu")
 
 
 @pytest.fixture(scope="session")
-def host_program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def host_program(tmp_path_factory: pytest.TempPathFactory, all_kernels: Path) -> Callable[[str], Path]:
     """Return the program under the sanitizer "address" (with undefined behaviour) or "thread"; made on first use."""
     compiler = shutil.which("g++")
     made: dict[str, Path] = {}
@@ -30,7 +30,7 @@ def host_program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
             path = tmp_path_factory.mktemp("host") / f"host_device_{sanitizer}"
             flags = {"address": ADDRESS, "thread": THREAD}[sanitizer]
             try:
-                compile_host_device(compiler, KERNELS, path, flags)
+                compile_host_device(compiler, all_kernels, path, flags)
             except subprocess.CalledProcessError as e:
                 pytest.fail(e.stderr)
             made[sanitizer] = path
@@ -71,22 +71,24 @@ def world(library: Path, all_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="module", params=["forward", "reverse", "random"])
-def host_device(request: pytest.FixtureRequest, host_program: Callable[[str], Path]) -> Iterator[HostDevice]:
+def host_device(
+    request: pytest.FixtureRequest, host_program: Callable[[str], Path], all_kernels: Path
+) -> Iterator[HostDevice]:
     """A device on the host whose threads run in one of three orders, under ASan and UBSan."""
-    device = HostDevice(host_program("address"), request.param, kernel_names(KERNELS))
+    device = HostDevice(host_program("address"), request.param, kernel_names(all_kernels))
     yield device
     device.close()
 
 
 @pytest.fixture(scope="module")
-def parallel_device(host_program: Callable[[str], Path]) -> Iterator[HostDevice]:
+def parallel_device(host_program: Callable[[str], Path], all_kernels: Path) -> Iterator[HostDevice]:
     """A device on the host whose threads run at once, under ThreadSanitizer."""
     program = host_program("thread")
     # Its runtime refuses address layouts that it does not know.
     trial = subprocess.run([program, "forward"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if trial.returncode:
         pytest.skip(f"ThreadSanitizer does not start here: {trial.stderr.strip()[:200]}")
-    device = HostDevice(program, "parallel", kernel_names(KERNELS))
+    device = HostDevice(program, "parallel", kernel_names(all_kernels))
     yield device
     device.close()
 

@@ -137,7 +137,7 @@ def pinned_bytes_per_s(device: Device, size: int, repeats: int = 20) -> float:
 def foreground_ms(device: Device, table: npt.NDArray[np.uint8], sizes: Sizes, refill: bool) -> npt.NDArray[np.float64]:
     """Milliseconds of each of many lookups, its rows there, alone or while a refill goes on."""
     rng = np.random.default_rng(0)
-    _, emb = _cache(device, table, sizes)
+    pool, emb = _cache(device, table, sizes)
     for _ in range(4 * sizes.pages * sizes.rows_per_page // sizes.foreground):
         emb.lookup(skewed_ids(rng, table.shape[0], sizes.foreground) - 1)
     times = []
@@ -152,6 +152,7 @@ def foreground_ms(device: Device, table: npt.NDArray[np.uint8], sizes: Sizes, re
         times.append((time.perf_counter() - start) * 1e3)
     if refill:
         assert emb.stats().refilled, "a refill was on its way"
+    pool.close()
     return np.array(times)
 
 
@@ -176,6 +177,7 @@ def resize_ms(device: Device, table: npt.NDArray[np.uint8], sizes: Sizes) -> tup
             times.append((time.perf_counter() - start) * 1e3)
             assert done.freed + done.granted == 1
         medians.append(float(np.median(times)))
+    pool.close()
     return medians[0], medians[1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from cache_engine.backends import transfer
 from cache_engine.backends.device import CudaUnavailableError
 from cache_engine.backends.transfer import HostTables
 from tests.cache_engine.backends.host_device import kernel_names
-from tests.cache_engine.backends.local_device import LocalArray, World
+from tests.cache_engine.backends.local_device import LocalArray, LocalEvent, World
 from tests.cache_engine.backends.public_twins import Operation, PublicTwins
 from tests.cache_engine.backends.sequences import programs
 
@@ -193,6 +194,53 @@ def test_pages_are_copied_in_pieces_after_what_the_foreground_wrote(
     data = np.arange(64, dtype=np.uint8)
     pool.write_page(3, data)
     assert (host_of_front(pool.page(3)) == data).all(), "there without another's waiting"
+
+
+def test_fault_2_nobody_gets_a_page_while_bytes_are_copied_into_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transfer into A's pages begins, A is dropped, B asks for pages: B has them when the transfer has ended."""
+    pool = HbmPool(2, 64, ("kv",), min_pages=0, backend="cuda", device=world.device())
+    kv = KvCache(pool, token_bytes=16)
+    pool.set_goals({"kv": 2}, 0)
+    pool.migrate(2)
+    assert kv.extend(1, 8)
+    begun, go_on = threading.Event(), threading.Event()
+    wait = LocalEvent.wait
+
+    def slow(event: LocalEvent) -> None:
+        if event.stream.name != "front":
+            begun.set()
+            go_on.wait(10)
+        wait(event)
+
+    monkeypatch.setattr(LocalEvent, "wait", slow)
+    steps: list[str] = []
+
+    def transfer_in() -> None:
+        pool.write_page(int(kv.pages(1)[0]), np.full(64, 7, np.uint8))
+        steps.append("written")
+
+    def abort_and_allocate() -> None:
+        begun.wait(10)
+        kv.drop(1)
+        assert kv.extend(2, 8)
+        steps.append("allocated")
+
+    threads = [threading.Thread(target=work) for work in (transfer_in, abort_and_allocate)]
+    for thread in threads:
+        thread.start()
+    begun.wait(10)
+    time.sleep(0.05)
+    assert not steps, "the page is still being written"
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(steps) == ["allocated", "written"]
+    monkeypatch.undo()
+    for page in kv.pages(2).tolist():
+        pool.write_page(page, np.full(64, 9, np.uint8))
+        assert (host(world, pool.page(page)) == 9).all()
 
 
 # Memory of others

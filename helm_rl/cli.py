@@ -42,6 +42,9 @@ COMMANDS: dict[str, Command] = {
     "eval ratio-gap": Command(
         "measuring", "eval.ratio_gap:main", "distance of a policy's split from each segment's best one"
     ),
+    "bench engine": Command(
+        "measuring", "eval.bench_engine:main", "the cache engine beside other caches, and its limits"
+    ),
     "bench env": Command("measuring", "eval.bench_env:main", "simulated requests per second, and where the time goes"),
     "bench live": Command(
         "measuring", "eval.bench_live:main", "replay a trace in real time on the live engine, and check every byte"

@@ -1,0 +1,1 @@
+"""What `helm-rl bench engine` measures, one file per question."""

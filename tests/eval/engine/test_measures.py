@@ -1,0 +1,117 @@
+"""Small runs of each measure: figures that a wrong measure would not give."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eval.engine import caches, ghosts, memory, misses, peers, resize, speed
+from eval.engine.loads import Load, zipf
+from tests.cache_engine.models import lru_misses
+
+
+def silent(text: str) -> None:
+    assert text
+
+
+needs_libcachesim = pytest.mark.skipif(not peers.installed(peers.LIBCACHESIM), reason="libcachesim is not installed")
+needs_cachetools = pytest.mark.skipif(not peers.installed(peers.CACHETOOLS), reason="cachetools is not installed")
+
+
+@needs_libcachesim
+def test_libcachesims_lru_is_exact_and_goes_on_where_it_was() -> None:
+    keys = zipf(np.random.default_rng(0), 20_000, 2_000, 1.0) - 1  # -1 and the like are keys as well
+    with peers.LibCacheSimTrace(keys) as trace:
+        assert peers.libcachesim_miss_ratio("LRU", 100, trace) * keys.size == pytest.approx(
+            lru_misses(keys.tolist(), 100)
+        )
+        late = peers.libcachesim_miss_ratio("LRU", 100, trace, start=5_000)
+    both, early = lru_misses(keys.tolist(), 100), lru_misses(keys[:5_000].tolist(), 100)
+    assert late * 15_000 == pytest.approx(both - early)
+
+
+@needs_cachetools
+def test_cachetools_serves_what_it_is_given() -> None:
+    cache = peers.CacheTools(2)
+    assert cache.look_up([1, 2, 1, 3]) > 0
+    assert sorted(cache._cache) == [1, 3]
+
+
+def test_the_compiled_loop_does_what_the_public_call_does() -> None:
+    keys = zipf(np.random.default_rng(1), 10_050, 5_000, 1.0)
+    pool, emb = caches.make_cache(1_024)
+    caches.Compiled(pool, emb, 100).look_up(keys)
+    public = caches.make_cache(1_024)[1]
+    caches.look_up(public, keys, 100)
+    assert emb.stats() == public.stats()
+    assert emb.stats().requested == 0
+
+
+@needs_libcachesim
+@needs_cachetools
+def test_speed_figures() -> None:
+    case = speed.SpeedCase(2_048, 10_000, 1.2, 20.0)
+    figures = speed.measure_speed(case, caches.policies()[0], 3, 10_000, silent)
+    rates = {name: figure.value for name, figure in figures.items() if figure.unit == "1/s"}
+    assert len(rates) == 4
+    assert all(10_000 < rate < 1e9 for rate in rates.values())
+    ratio = figures["engine.ratio_vs_cachetools.2048.compiled"]
+    assert ratio.goal == 20.0
+    expected = rates["engine.lookups_per_s.2048.compiled"] / rates["engine.lookups_per_s.2048.cachetools"]
+    assert ratio.value == pytest.approx(expected, rel=0.7)
+
+
+@needs_libcachesim
+def test_batches_that_are_small_miss_as_often_as_exact_lru() -> None:
+    figures = misses.measure_batches(2_048, 100_000, silent)
+    errors = {name: figure.value for name, figure in figures.items() if ".batch_1_" in name}
+    assert len(errors) == len(misses.SHARES)
+    worst = figures["engine.miss_ratio_error.2048"]
+    assert worst.value == max(abs(errors[f"engine.miss_ratio_error.2048.batch_1_{k}"]) for k in (256, 128, 64, 32))
+    assert worst.value < 0.01
+    assert abs(errors["engine.miss_ratio_error.2048.batch_1_2"]) > worst.value
+
+
+@needs_libcachesim
+def test_policies_are_compared_on_each_stream_at_sizes_that_fit_it() -> None:
+    few = Load("few", lambda n: zipf(np.random.default_rng(2), n, 2_000, 0.8))
+    many = Load("many", lambda n: zipf(np.random.default_rng(3), n, 50_000, 0.8))
+    figures = misses.measure_policies([few, many], (1_024, 4_096), 60_000, silent)
+    sizes = {tuple(name.split(".")[2:4]) for name in figures if name.endswith("libcachesim_lru")}
+    assert sizes == {("few", "192"), ("many", "1024"), ("many", "4096"), ("mean", "libcachesim_lru")}
+    own, exact = (figures[f"engine.policy.many.4096.{name}"].value for name in ("lru", "libcachesim_lru"))
+    assert own == pytest.approx(exact, abs=0.01)
+    assert figures["engine.policy.many.1024.lru"].value > own + 0.05
+
+
+def test_resize_figures() -> None:
+    figures = resize.measure_resize(8_192, caches.policies()[0], 1, silent)
+    assert abs(figures["engine.resize_hit_drop_10k"].value) < 0.05
+    assert figures["engine.resize_p99_ratio"].value == pytest.approx(
+        figures["engine.resize_p99_us"].value / figures["engine.resize_p99_us.still"].value
+    )
+    assert figures["engine.resize_p50_ratio"].value > 1.0  # a step is part of the batch
+
+
+def test_ghosts_are_held_against_caches_of_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ghosts, "ROWS_PER_PAGE", 32)
+    load = Load("zipf", lambda n: zipf(np.random.default_rng(4), n, 60_000, 0.9))
+    figures = ghosts.measure_gains([load], 500_000, 2, silent)
+    for pages in ghosts.STEPS:
+        truth = figures[f"engine.ghost_gain.zipf.{pages}"].value
+        assert truth > 0
+        assert abs(figures[f"engine.ghost_gain_error.zipf.{pages}.lru"].value) < 0.5
+    assert figures["engine.ghost_gain_error"].value == max(
+        abs(figures[f"engine.ghost_gain_error.zipf.{pages}.lru"].value) for pages in ghosts.STEPS
+    )
+    assert 0 <= figures["engine.ghost_within_two_errors"].value <= 1
+    cost = ghosts.measure_cost(load.make(100_000), "lru", 20, silent)["engine.ghost_cost"].value
+    assert -0.5 < cost < 1.0
+
+
+def test_a_chase_is_slower_than_a_gather_of_as_many_bytes() -> None:
+    point = memory.measure_memory(1 << 18, "lru", 1, silent)
+    assert point.metadata_bytes > 1 << 22
+    assert point.chase > 2 * point.gather
+    fit, too_large = memory.fitting_slots([12, 40])
+    assert (fit, too_large) == ([4_096], [1 << 40])

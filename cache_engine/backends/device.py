@@ -18,6 +18,7 @@ import numpy.typing as npt
 CHUNK_BYTES = 1 << 20  # of a copy in the background, at most: so long a fetch may wait for it
 THREADS = 256  # of a block; the kernels' launch bounds
 
+_CUDA_MEMORY = (2, 13)  # DLPack's device types of device and managed memory
 _HOST_MEMORY = 1  # cudaMemoryTypeHost
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
 
@@ -168,12 +169,13 @@ class CupyDevice:
         cupy = self._cupy
         if isinstance(values, cupy.ndarray):
             array = values
+        elif hasattr(values, "__dlpack_device__") and int(values.__dlpack_device__()[0]) in _CUDA_MEMORY:
+            # First of the two: it lets our stream wait for the producer's.
+            with self._device, self.stream:
+                array = cupy.from_dlpack(values)
         elif hasattr(values, "__cuda_array_interface__"):
             with self._device, self.stream:
                 array = cupy.asarray(values)
-        elif hasattr(values, "__dlpack_device__") and int(values.__dlpack_device__()[0]) in (2, 13):  # CUDA, managed
-            with self._device, self.stream:
-                array = cupy.from_dlpack(values)
         else:
             return None
         if array.device != self._device:

@@ -115,7 +115,9 @@ class HostTables:
     def _map(self, device: Device, required: bool) -> bool:
         mappings: list[Mapping] = []
         # Memory that stays registered after its array has gone would be taken for whatever comes to its address.
-        self._release = weakref.finalize(self, _release_all, mappings)
+        release = weakref.finalize(self, _release_all, mappings)
+        release.atexit = False  # the driver may be gone by then
+        self._release = release
         for k, table in enumerate(self._tables):
             mapping = device.map(table)
             if mapping is None and not is_mapped_file(table):

@@ -179,6 +179,41 @@ def test_rows_on_their_way_are_copied_once_more_after_an_update(world: World) ->
     assert (host(world, answer.rows).view(np.int32) == rows[:4]).all()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_are_right_whenever_copies_end(world: World, small_chunks: int, seed: int) -> None:
+    """Marks are done at once, or not before somebody waits, as chance has it; rows change in between."""
+    rng = np.random.default_rng(seed)
+    tables = [numbers(60), -numbers(60)]
+    pool, emb = build(world, gather=("staging", "zero-copy")[seed % 2], tables=tables)
+    asked = hits = 0
+    for step in range(80):
+        world.slow = bool(rng.random() < 0.7)
+        keys, which = rng.integers(0, 60, 9), rng.integers(0, 2, 9)
+        kind = rng.integers(6)
+        if kind == 0:
+            emb.refill(rng.integers(0, 60, 20), int(rng.integers(2)))
+        elif kind == 1:
+            world.run()  # zero-copy: rows of batches before are read before they change
+            tables[0][keys] = step
+            emb.invalidate(keys, 0)
+        elif kind == 2:
+            emb.advance_refill(wait=bool(rng.random() < 0.3))
+        elif kind == 3:
+            pool.set_goals({"emb": int(rng.integers(2, 9))}, step)
+            pool.migrate(2)
+        else:
+            answer = emb.lookup(keys, which)
+            asked += keys.size
+            hits += int(host_of_front(answer.hit).sum())
+            wanted = np.stack([tables[t][k] for t, k in zip(which, keys, strict=True)])
+            assert (host_of_front(answer.rows).view(np.int32) == wanted).all()
+    stats = emb.stats()
+    assert (stats.requested, stats.hits) == (asked, hits)
+    assert stats.refilled > 0
+    assert stats.link_bytes == (stats.fetched + stats.refilled) * 16
+    pool.close()
+
+
 def test_pages_are_copied_in_pieces_after_what_the_foreground_wrote(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

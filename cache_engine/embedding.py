@@ -22,6 +22,8 @@ from cache_engine.stats import EmbeddingStats
 
 GATHERS = ("auto", "zero-copy", "staging")
 
+POLICIES = {"lru": kernels.LRU, "sieve": kernels.SIEVE}
+
 
 @dataclass(frozen=True)
 class EmbeddingLookup:
@@ -50,7 +52,7 @@ class EmbeddingLease(Lease):
 
 
 class EmbeddingCache:
-    """Rows of host tables under the key (table, id), least recently used out first (batch LRU; see the kernels).
+    """Rows of host tables under the key (table, id).
 
     Ids, tables and `out` may be NumPy arrays or any object with DLPack, a torch tensor for one; on backend "cuda" also
     such of the pool's device, or with the CUDA array interface: no bytes of those go through the host.
@@ -61,6 +63,8 @@ class EmbeddingCache:
         tables: with payload, one array [rows, ...] per table, C-contiguous rows of at most `row_bytes`; in the host's
             memory or memory-mapped. Ids index it. Without payload: the number of tables, and any int64 is an id.
         max_pages: most pages that the cache can own; sizes the index. Default: the whole pool.
+        policy: "sieve", what was not used since the hand came by goes first, or "lru", the least recently used; both by
+            batches (see the CPU backend's kernels).
         gather: on backend "cuda", how missed rows come. "zero-copy": a kernel reads them out of the tables, which are
             page-locked for that, or copied to page-locked memory where they cannot be (the copy follows an update of
             the table at `invalidate`); it may still read when `lookup` has returned. "staging": the CPU collects them
@@ -80,6 +84,7 @@ class EmbeddingCache:
         tables: Sequence[Any] | int = 1,
         name: str = "emb",
         max_pages: int | None = None,
+        policy: str = "sieve",
         gather: str = "auto",
         ghost: bool = False,
     ) -> None:
@@ -89,11 +94,10 @@ class EmbeddingCache:
         most = pool.pages if max_pages is None else max_pages
         if not 1 <= most <= pool.pages:
             raise ValueError(f"max_pages must be in [1, {pool.pages}], got {max_pages}")
-        rows = max(pool.pages * rows_per_page, 2 * most * rows_per_page + kernels.WAYS)
-        if rows >= 2**31:
+        if pool.pages * rows_per_page >= 2**30 or most * rows_per_page >= 3 * 2**28:
             raise ValueError(
                 f"the pool holds {pool.pages * rows_per_page} rows, of which the cache can own {most * rows_per_page}; "
-                "it can number fewer than 2**31 of the former and 2**30 of the latter: raise row_bytes, lower "
+                "it can number fewer than 2**30 of the former and 3 * 2**28 of the latter: raise row_bytes, lower "
                 "max_pages or use a smaller pool"
             )
         if pool.payload == isinstance(tables, int):
@@ -102,6 +106,8 @@ class EmbeddingCache:
             )
         if gather not in GATHERS or (pool.device is None and gather != "auto"):
             raise ValueError(f"gather must be one of {', '.join(GATHERS)}, on backend 'cpu' 'auto'; got {gather!r}")
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
         self.table_count = tables if isinstance(tables, int) else len(tables)
         if not 1 <= self.table_count <= 2**15 - 1:
             raise ValueError(f"between 1 and {2**15 - 1} tables, got {self.table_count}")
@@ -112,12 +118,12 @@ class EmbeddingCache:
         self._member = pool.member(name)
         with pool.lock:
             pool.check_open()
-            sizes = (pool.page_bytes, rows_per_page, most, self._member, host, self.table_count, row_bytes)
+            sizes = (pool.page_bytes, rows_per_page, most, self._member, POLICIES[policy], host, self.table_count)
             self._backend: EmbeddingBackend
             if pool.device is None:
-                self._backend = CpuBackend(pool.state, pool.storage, *sizes)
+                self._backend = CpuBackend(pool.state, pool.storage, *sizes, row_bytes)
             else:
-                self._backend = CudaBackend(pool.state, pool.storage, *sizes, pool.device, gather)
+                self._backend = CudaBackend(pool.state, pool.storage, *sizes, row_bytes, pool.device, gather)
             try:
                 pool.attach(name, self, most)
             except BaseException:
@@ -260,7 +266,7 @@ class EmbeddingCache:
 
     def metadata_bytes(self) -> int:
         """Bytes of index and slot metadata; they count against the memory budget. 0 when backend "cuda" was closed."""
-        return sum(array.nbytes for array in self.state or ())
+        return self._backend.metadata_bytes()
 
     def _close(self) -> None:
         self._refill.close()

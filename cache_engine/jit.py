@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+from numba.cpython.unsafe import numbers
+from numba.extending import intrinsic
 
 _ENGINE = Path(__file__).parent
 # numba's stubs name its public options alone.
@@ -71,3 +75,25 @@ def _digest(folder: Path) -> str:
         for path in sorted(root.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _prefetch(context: Any, array: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        made = context.make_array(kind)(context, builder, arguments[0])
+        item = cgutils.get_item_pointer(context, builder, kind, made, [arguments[1]], wraparound=False)
+        address = builder.bitcast(item, ir.IntType(8).as_pointer())
+        i32 = ir.IntType(32)
+        declared = ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32])
+        llvm = builder.module.declare_intrinsic("llvm.prefetch", [address.type], declared)
+        builder.call(llvm, [address, i32(1), i32(3), i32(1)])  # for a write, keep in all levels, data
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp), generate
+
+
+# For kernels. numba's stubs give its intrinsics the signature that its compiler calls.
+# prefetch(array, index): begin to fetch the cache line of array[index], to write to it; the index must be in range.
+prefetch: Any = intrinsic(_prefetch)
+# trailing_zeros(bits): how many zeros end a uint64 that is not zero; a uint64.
+trailing_zeros: Any = numbers.trailing_zeros

@@ -25,7 +25,28 @@ _GROUP_BITS = 1024  # keys whose numbers share a base
 # CudaScratch.totals
 UNIQUE = 0
 WAITING = 1
-N_TOTALS = 6
+UNFILLED = 2
+FOUND = 6
+REMAINING = 7
+VICTIMS = 8
+SURVIVORS = 9
+N_TOTALS = 15
+
+# Entries of the queues that SIEVE examines in one round, per key of the batch.
+_EXAMINED = 4
+
+
+class CudaState(NamedTuple):
+    """The CPU backend's EmbeddingState on the device, whose kernels take index and records as plain integers."""
+
+    index: Any  # int32 [L * 16]
+    row: Any  # uint64 [2 * S] the slots' records: key; last use, table and marks
+    queue: Any
+    spot: Any
+    fill: Any
+    fresh: Any
+    scalars: Any
+    counters: Any
 
 
 class CudaScratch(NamedTuple):
@@ -46,7 +67,12 @@ class CudaScratch(NamedTuple):
     group_top: Any  # int32 [H * WAYS] the least numbers of misses of the set
     first_bits: Any  # uint32 [B / 32] set for the first occurrence of each unique miss
     waiting_bits: Any  # uint32 [B / 32] set for each unique miss that took an empty entry
-    sums: Any  # int32 [B / 1024] set bits of each group
+    victims: Any  # int32 [B] slots that SIEVE evicts, in order
+    victim_bits: Any  # uint32 [C / 32] of the C entries examined in a round: set for those to evict
+    survivor_bits: Any  # uint32 [C / 32] set for those that stay
+    victim_bases: Any  # int32 [C / 1024] set bits before each group
+    survivor_bases: Any  # int32 [C / 1024]
+    sums: Any  # int32 [C / 1024] set bits of each group
     first_bases: Any  # int32 [B / 1024] set bits before each group
     waiting_bases: Any  # int32 [B / 1024]
     totals: Any  # int64 [N_TOTALS]
@@ -79,13 +105,16 @@ class CudaEmbedding:
         scratch: outputs of the last batch, arrays of the device.
     """
 
-    def __init__(self, pool: PoolState, rows_per_page: int, max_pages: int, member: int, device: Device) -> None:
+    def __init__(
+        self, pool: PoolState, rows_per_page: int, max_pages: int, member: int, policy: int, device: Device
+    ) -> None:
         self.device = device
         self.pool = pool
         self.member = member
         self.rows_per_page = rows_per_page
-        host = cpu.new_embedding_state(pool.owner.size, rows_per_page, max_pages, member)
-        self.state = cpu.EmbeddingState(*(device.array(a) for a in host))
+        self._policy = policy
+        host = cpu.new_embedding_state(pool.owner.size, rows_per_page, max_pages, member, policy)
+        self.state = CudaState(*(device.array(a) for a in as_integers(host)))
         self.scratch = self._new_scratch(1024)
         self.published = True
         self._n = 0
@@ -93,7 +122,8 @@ class CudaEmbedding:
         self._sent: list[npt.NDArray[Any]] = [a.copy() for a in self._pool_arrays()]
         self._mirror = PoolMirror(*(device.array(a) for a in self._sent))
         # Of the state on the host: only what `_read_heat` asks for is ever written, and takes room.
-        self._last = np.zeros(host.last.size, np.uint32)
+        self._row = np.zeros(host.row.size, cpu.ROW)
+        self._may_be_stale = False  # of the queues' entries: their pages have left
 
     def lookup(self, tables: Any, keys: Any) -> int:
         """Look up a batch and choose what it evicts; return the number of unique misses.
@@ -116,49 +146,97 @@ class CudaEmbedding:
         self._send_pool()
         emb, s, pool, launch = self.state, self.scratch, self._mirror, self.device.launch
         places = _places(n)
-        groups = -(-n // _GROUP_BITS)
+        sieve = self._policy == cpu.SIEVE
+        chunk = _EXAMINED * n if sieve else 0
+        if sieve:
+            self._compact_queues(n)
         self.published = False
         self._n = n
         launch(
             "begin_batch", places, emb.scalars, emb.fill, emb.fresh, s.totals, s.seen, s.group_set, s.group_top,
-            s.first_bits, s.waiting_bits, int(self.pool.owned[self.member]), n, places,
+            s.first_bits, s.waiting_bits, s.victim_bits, s.survivor_bits, chunk, int(self.pool.owned[self.member]), n,
+            places,
         )  # fmt: skip
-        launch(
-            "probe", n, emb.key, emb.table, emb.slot, emb.last, emb.scalars, tables, keys, s.slots, s.miss, s.cell,
-            s.seen, n, places,
-        )  # fmt: skip
+        launch("probe", n, emb.index, emb.row, emb.scalars, tables, keys, s.slots, s.miss, s.cell, s.seen, n, places)
         launch("mark_first", n, s.cell, s.seen, s.first_bits, n)
-        launch("sum_bits", groups, s.first_bits, s.sums, n)
-        launch("base_bits", groups, s.sums, s.first_bases, s.totals, UNIQUE, groups)
+        self._number(s.first_bits, s.first_bases, UNIQUE, n)
         launch(
             "number_misses", n, tables, keys, emb.scalars, s.cell, s.seen, s.first_bits, s.first_bases, s.miss, s.first,
             s.place, s.group, s.group_set, s.group_top, n, places,
         )  # fmt: skip
         # How many unique misses there are is known on the device alone: there may be one for each key.
         launch(
-            "claim_entries", n, emb.slot, emb.last, pool.pins, pool.draining, emb.scalars, s.totals, s.group,
+            "claim_entries", n, emb.index, emb.row, pool.pins, pool.draining, emb.scalars, s.totals, s.group,
             s.group_top, s.place, s.miss_slot, s.waiting_bits,
         )  # fmt: skip
-        launch("sum_bits", groups, s.waiting_bits, s.sums, n)
-        launch("base_bits", groups, s.sums, s.waiting_bases, s.totals, WAITING, groups)
+        self._number(s.waiting_bits, s.waiting_bases, WAITING, n)
         launch(
-            "admit", n, emb.key, emb.table, emb.slot, emb.last, emb.fill, emb.fresh, emb.counters, emb.scalars,
-            s.totals, tables, keys, s.first, s.place, s.miss_slot, s.waiting_bits, s.waiting_bases,
+            "admit", n, emb.index, emb.row, emb.fill, emb.fresh, emb.counters, emb.scalars, s.totals, tables, keys,
+            s.first, s.place, s.miss_slot, s.waiting_bits, s.waiting_bases,
         )  # fmt: skip
-        launch(
-            "take_windows", n, emb.slot, emb.entry, emb.last, pool.pins, pool.draining, pool.lists, emb.counters,
-            emb.scalars, s.totals, s.place, s.miss_slot, s.waiting_bits, s.waiting_bases,
-        )  # fmt: skip
+        if sieve:
+            totals = self._sieve(chunk)
+            launch(
+                "sieve_place", n, emb.row, emb.queue, emb.spot, emb.scalars, s.totals, tables, keys, s.first,
+                s.miss_slot, s.victims, s.waiting_bits, s.waiting_bases,
+            )  # fmt: skip
+        else:
+            launch(
+                "take_windows", n, emb.index, emb.row, pool.pins, pool.draining, pool.lists, emb.counters, emb.scalars,
+                s.totals, tables, keys, s.first, s.place, s.miss_slot, s.waiting_bits, s.waiting_bases,
+            )  # fmt: skip
+            totals = self.device.read(s.totals)
         launch("deliver", n, emb.fill, emb.fresh, emb.scalars, emb.counters, s.totals, s.miss, s.miss_slot, s.slots, n)
-        self._unique = int(self.device.read(s.totals)[UNIQUE])
+        self._unique = int(totals[UNIQUE])
         return self._unique
+
+    def _sieve(self, chunk: int) -> npt.NDArray[np.int64]:
+        """Find the batch's victims, in rounds; return its totals. One round is nearly always enough."""
+        emb, s, pool, launch = self.state, self.scratch, self._mirror, self.device.launch
+        while True:
+            launch(
+                "sieve_examine", chunk, emb.row, pool.pins, pool.draining, emb.queue, emb.spot, emb.scalars, s.totals,
+                s.victim_bits, s.survivor_bits, chunk,
+            )  # fmt: skip
+            self._number(s.victim_bits, s.victim_bases, VICTIMS, chunk)
+            self._number(s.survivor_bits, s.survivor_bases, SURVIVORS, chunk)
+            launch(
+                "sieve_take", chunk, emb.index, emb.row, emb.queue, emb.spot, emb.counters, emb.scalars, s.totals,
+                s.victims, s.victim_bits, s.victim_bases, s.survivor_bits, s.survivor_bases, chunk,
+            )  # fmt: skip
+            launch("sieve_close", -(-chunk // 32), emb.scalars, s.totals, s.victim_bits, s.survivor_bits, chunk)
+            totals: npt.NDArray[np.int64] = self.device.read(s.totals)
+            if totals[WAITING] <= totals[UNFILLED] + totals[FOUND] or totals[REMAINING] == 0:
+                return totals
+
+    def _number(self, bits: Any, bases: Any, total: int, n: int) -> None:
+        """Count the set bits before each group of them, and all."""
+        groups = -(-n // _GROUP_BITS)
+        self.device.launch("sum_bits", groups, bits, self.scratch.sums, n)
+        self.device.launch("base_bits", groups, self.scratch.sums, bases, self.scratch.totals, total, groups)
+
+    def _compact_queues(self, n: int) -> None:
+        """Make room in the queues for a batch of n keys, as the CPU backend does: on the host, for it is rare."""
+        if not self._may_be_stale:
+            return
+        emb, device = self.state, self.device
+        scalars = device.read(emb.scalars)
+        entries = scalars[cpu.COUNT : cpu.COUNT + 2].sum()
+        if entries == scalars[cpu.QUEUED : cpu.QUEUED + 2].sum():
+            self._may_be_stale = False
+        elif entries + n > scalars[cpu.ROOM]:
+            host = self._pages()._replace(scalars=scalars, queue=device.read(emb.queue), spot=device.read(emb.spot))
+            cpu.compact_queues(host)
+            for name in ("scalars", "queue", "spot"):
+                device.write(getattr(emb, name), getattr(host, name))
+            self._may_be_stale = False
 
     def publish(self) -> None:
         """Let the index tell of the rows that the last batch admitted, once they are in their slots."""
         if self.published:
             raise RuntimeError("there is no batch to publish")
         emb, s = self.state, self.scratch
-        self.device.launch("publish", self._unique, emb.slot, emb.entry, s.totals, s.place, s.miss_slot)
+        self.device.launch("publish", self._unique, emb.index, emb.row, s.totals, s.place, s.miss_slot)
         self.published = True
 
     def retract(self) -> None:
@@ -167,7 +245,7 @@ class CudaEmbedding:
             self.publish()
         emb, s = self.state, self.scratch
         self.device.launch(
-            "retract", self._n, emb.slot, emb.entry, emb.last, emb.scalars, emb.counters, s.miss, s.first, s.miss_slot,
+            "retract", self._n, emb.index, emb.row, emb.scalars, emb.counters, s.miss, s.first, s.place, s.miss_slot,
             self._n,
         )  # fmt: skip
         self._n = 0
@@ -203,9 +281,7 @@ class CudaEmbedding:
         n = int(keys.size)
         emb, gone = self.state, self.scratch.gone
         self.device.write(gone, np.zeros(1, np.int64))
-        self.device.launch(
-            "invalidate", n, emb.key, emb.table, emb.slot, emb.entry, emb.last, emb.scalars, tables, keys, gone, n
-        )
+        self.device.launch("invalidate", n, emb.index, emb.row, emb.scalars, tables, keys, gone, n)
         return int(self.device.read(gone)[0])
 
     def contains(self, tables: Any, keys: Any) -> npt.NDArray[np.bool_]:
@@ -214,7 +290,7 @@ class CudaEmbedding:
         tables, keys = self._batch(tables, keys)
         n = int(keys.size)
         emb, found = self.state, self.device.empty(n, np.bool_)
-        self.device.launch("contains", n, emb.key, emb.table, emb.slot, emb.scalars, tables, keys, found, n)
+        self.device.launch("contains", n, emb.index, emb.row, emb.scalars, tables, keys, found, n)
         return self.device.read(found)
 
     def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
@@ -234,15 +310,16 @@ class CudaEmbedding:
             gone += left
             if gone == budget or left == 0:
                 break
+        self._send_pages(pages)
         # The pool calls them FREE already, but nobody can have them before its lock, and no launch comes before these.
         emb = self.state
         for page in np.flatnonzero(pool.generation != generation):
             rows = int(filled[page])
             if rows:
+                self._may_be_stale = True
                 self.device.launch(
-                    "unpublish_page", rows, emb.slot, emb.entry, emb.counters, emb.scalars, int(page), rows
+                    "unpublish_page", rows, emb.index, emb.row, emb.spot, emb.counters, emb.scalars, int(page), rows
                 )
-        self._send_pages(pages)
         return gone
 
     def accept(self, budget: int) -> int:
@@ -259,16 +336,18 @@ class CudaEmbedding:
     def _pages(self) -> cpu.EmbeddingState:
         """Return on the host what the CPU backend decides about pages by.
 
-        An `entry` that is EMPTY wherever one looks, and takes no room, makes it leave the index alone.
+        Records of slots that are not live, and a `spot` that is EMPTY wherever one looks, make it leave the rest alone.
         """
         emb, device = self.state, self.device
+        nothing = np.zeros(1, np.int64)
         none = np.full(1, cpu.EMPTY, np.int32)
         return cpu.EmbeddingState(
-            key=np.zeros(1, np.int64),
-            table=np.zeros(1, np.int16),
+            word=nothing.view(np.uint64),
+            tag=nothing.view(np.uint8),
             slot=none,
-            entry=np.lib.stride_tricks.as_strided(none, (self.pool.owner.size * self.rows_per_page,), (0,)),
-            last=self._last,
+            row=self._row,
+            queue=none,
+            spot=np.lib.stride_tricks.as_strided(none, (self._row.size,), (0,)),
             fill=device.read(emb.fill),
             fresh=device.read(emb.fresh),
             scalars=device.read(emb.scalars),
@@ -288,8 +367,8 @@ class CudaEmbedding:
         slots = (pages[:, None] * np.int32(rows_per_page) + sample).ravel()
         if slots.size:
             values = self.device.empty(slots.size, np.uint32)
-            self.device.launch("read_last", slots.size, self.state.last, self.device.array(slots), values, slots.size)
-            self._last[slots] = self.device.read(values)
+            self.device.launch("read_last", slots.size, self.state.row, self.device.array(slots), values, slots.size)
+            self._row["last"][slots] = self.device.read(values)
 
     def _send_pages(self, pages: cpu.EmbeddingState) -> None:
         for name in ("fill", "fresh", "scalars"):
@@ -326,6 +405,8 @@ class CudaEmbedding:
         places = _places(batch)
         words = -(-batch // 32)
         groups = -(-batch // _GROUP_BITS)
+        chunk = _EXAMINED * batch if self._policy == cpu.SIEVE else 0
+        chunk_groups = -(-chunk // _GROUP_BITS)
         return CudaScratch(
             slots=empty(batch, np.int32),
             miss=empty(batch, np.int32),
@@ -339,12 +420,22 @@ class CudaEmbedding:
             group_top=empty(places * cpu.WAYS, np.int32),
             first_bits=empty(words, np.uint32),
             waiting_bits=empty(words, np.uint32),
-            sums=empty(groups, np.int32),
+            victims=empty(batch, np.int32),
+            victim_bits=empty(-(-chunk // 32), np.uint32),
+            survivor_bits=empty(-(-chunk // 32), np.uint32),
+            victim_bases=empty(chunk_groups, np.int32),
+            survivor_bases=empty(chunk_groups, np.int32),
+            sums=empty(max(groups, chunk_groups), np.int32),
             first_bases=empty(groups, np.int32),
             waiting_bases=empty(groups, np.int32),
             totals=empty(N_TOTALS, np.int64),
             gone=empty(1, np.int64),
         )
+
+
+def as_integers(emb: cpu.EmbeddingState) -> tuple[npt.NDArray[Any], ...]:
+    """Return the arrays of a state as CudaState has them, without a copy."""
+    return (emb.slot, emb.row.view(np.uint64), *emb[4:])
 
 
 def _places(n: int) -> int:

@@ -24,8 +24,8 @@ class CudaBackend:
     """See `EmbeddingBackend`.
 
     Args:
-        pool, storage, page_bytes, rows_per_page, max_pages, member, tables, table_count, row_bytes: see `CpuBackend`;
-            the storage is on the device.
+        pool, storage, page_bytes, rows_per_page, max_pages, member, policy, tables, table_count, row_bytes: see
+            `CpuBackend`; the storage is on the device.
         device: where the cache lives; its stream is that of the foreground.
         gather: how missed rows come; see `HostTables`.
     """
@@ -38,6 +38,7 @@ class CudaBackend:
         rows_per_page: int,
         max_pages: int,
         member: int,
+        policy: int,
         tables: Sequence[npt.NDArray[np.uint8]],
         table_count: int,
         row_bytes: int,
@@ -51,7 +52,7 @@ class CudaBackend:
         self._row_bytes = row_bytes
         self._payload = bool(tables)
         self._limits = np.array([t.shape[0] for t in tables], np.int64)
-        self._core: CudaEmbedding | None = CudaEmbedding(pool, rows_per_page, max_pages, member, device)
+        self._core: CudaEmbedding | None = CudaEmbedding(pool, rows_per_page, max_pages, member, policy, device)
         self._tables = HostTables(tables, row_bytes, device, gather if tables else "staging")
         self._front = Lane(device, row_bytes, RING)
         self._back = Lane(device.fork(), row_bytes, 1)
@@ -217,6 +218,10 @@ class CudaBackend:
     def accept(self, budget: int) -> int:
         """Take at most `budget` FREE pages under the goal."""
         return self._open().accept(budget)
+
+    def metadata_bytes(self) -> int:
+        """Bytes of the state; 0 after `close`."""
+        return sum(array.nbytes for array in self.state or ())
 
     def close(self) -> None:
         """Give memory back, after all copies have ended. Counters stay."""

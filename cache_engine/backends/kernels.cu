@@ -10,7 +10,10 @@
 //   claim_entries    chooses an entry for each, by its rank and the state before the batch
 //   sum_bits, base_bits, admit
 //                    erase entries that are taken over; hand out slots that were never filled
-//   take_windows     victims for the rest, each from its own window behind the hand
+//   take_windows     (LRU) victims for the rest, each from its own window behind the hand
+//   sieve_examine, sum_bits, base_bits, sieve_take, sieve_close
+//                    (SIEVE) victims for the rest from the next entries of the queues; again while they are too few
+//   sieve_place      (SIEVE) gives them to the misses, and enters newcomers into the queue
 //   deliver          slots of all keys, counters, the hand
 //   store_rows_*     (payload) copies the rows that were fetched
 //   publish          lets the index tell of them
@@ -30,11 +33,16 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
-constexpr int WAYS = 8;
+constexpr int SIEVE = 1;  // policy
+
+constexpr int WAYS = 12;
 constexpr int WINDOW = 8;
 constexpr int EMPTY = -1;
 constexpr int RESERVED = -2;  // of an entry: claimed in this batch, not yet published
 constexpr int NO_MISS = 0x7fffffff;
+constexpr int LINE_BYTES = 64;  // of the index: WAYS tags of a byte, four bytes of nothing, WAYS slots
+constexpr int LINE_INTS = 16;
+constexpr int FIRST_SLOT = 4;  // of a line's integers
 constexpr int GROUP = 32;  // words that share a base in the numbering of set bits
 
 // EmbeddingState.scalars
@@ -43,6 +51,12 @@ constexpr int HAND = 1;
 constexpr int N_FRESH = 2;
 constexpr int SETS = 3;
 constexpr int ROWS_PER_PAGE = 4;
+constexpr int POLICY = 7;
+constexpr int AHEAD = 8;
+constexpr int ROOM = 9;
+constexpr int FIRST = 10;  // START there: [2]
+constexpr int COUNT = 12;  // [2]
+constexpr int QUEUED = 14;  // [2]
 
 // EmbeddingState.counters
 constexpr int REQUESTED = 0;
@@ -59,6 +73,13 @@ constexpr int UNFILLED = 2; // slots never filled; counted no further than the b
 constexpr int SLOTS = 3;    // slots of all pages owned
 constexpr int WINDOWS = 4;
 constexpr int START = 5;    // the hand, before the batch
+constexpr int FOUND = 6;    // victims of SIEVE so far
+constexpr int REMAINING = 7; // entries of the queues not examined yet
+constexpr int VICTIMS = 8;  // of the entries examined in this round
+// 9: those that would survive; nothing reads it
+constexpr int CUT = 10;     // entries up to the last victim needed, if there are so many
+constexpr int TAKEN = 11;   // [2] victims that stood ahead, and that the hand had passed
+constexpr int SURVIVED = 13; // [2]
 
 __device__ __forceinline__ i64 thread_number() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 
@@ -74,15 +95,51 @@ __device__ __forceinline__ u64 hash_key(short table, i64 key) {
     return mix(mix((u64)(i64)table) ^ ((u64)key * 0x9E3779B97F4A7C15ull));
 }
 
-// First entry of the index set of a hash: a multiplication instead of a division (Lemire 2019).
-__device__ __forceinline__ int set_base(u64 bits, i64 sets) { return (int)(((bits >> 32) * (u64)sets) >> 32) * WAYS; }
+// First integer of the index line of a hash: a multiplication instead of a division (Lemire 2019).
+__device__ __forceinline__ int line_of(u64 bits, i64 sets) { return (int)(((bits >> 32) * (u64)sets) >> 32) * LINE_INTS; }
+
+__device__ __forceinline__ u32 tag_of(u64 bits) { return bits & 255 ? (u32)(bits & 255) : 1; }
+
+// A row's record is its key, then this word: the batch of its last use, the table, whether visited, whether live.
+constexpr u64 VISITED = 1ull << 48;
+constexpr u64 LIVE = 1ull << 56;
+__device__ __forceinline__ u64 word_of(i64 now, short table) { return (u64)(u32)(u64)now | (u64)(unsigned short)table << 32; }
+__device__ __forceinline__ short table_of(u64 word) { return (short)(word >> 32); }
 
 __device__ __forceinline__ void count(i64* counter, i64 n) { atomicAdd((u64*)counter, (u64)n); }
 
 // Batches since the slot was used; 0 if it is not evictable. Differences modulo 2**32 survive the counter's wrap.
-__device__ __forceinline__ u32 age(const u32* last, const int* pins, const u8* draining, int slot, int page, u32 now) {
-    u32 batches = now - last[slot];
+__device__ __forceinline__ u32 age(const u64* rows, const int* pins, const u8* draining, int slot, int page, u32 now) {
+    u32 batches = now - (u32)rows[2 * (i64)slot + 1];
     return batches > 0 && pins[page] == 0 && draining[page] == 0 ? batches : 0;
+}
+
+__device__ __forceinline__ void set_tag(int* index, int e, u32 tag) {
+    __stcg((u8*)index + (i64)(e / LINE_INTS) * LINE_BYTES + e % LINE_INTS - FIRST_SLOT, (u8)tag);
+}
+
+__device__ __forceinline__ void erase(int* index, int e) {
+    __stcg(&index[e], EMPTY);
+    set_tag(index, e, 0);
+}
+
+// The entry of a key, or EMPTY. Other threads may stamp rows meanwhile.
+__device__ __forceinline__ int find(const int* index, const u64* rows, int line, u32 tag, short table, i64 key) {
+    for (int w = 0; w < WAYS; w++) {
+        if (((u32)index[line + w / 4] >> (8 * (w % 4)) & 255) != tag) continue;
+        int e = line + FIRST_SLOT + w;
+        i64 slot = index[e];
+        if (slot >= 0 && (i64)rows[2 * slot] == key && table_of(__ldcg(&rows[2 * slot + 1])) == table) return e;
+    }
+    return EMPTY;
+}
+
+// The entry that tells of a live slot; other threads may erase other entries meanwhile.
+__device__ __forceinline__ int entry_of(const int* index, const u64* rows, int slot, i64 sets) {
+    i64 at = 2 * (i64)slot;
+    int e = line_of(hash_key(table_of(rows[at + 1]), (i64)rows[at]), sets) + FIRST_SLOT;
+    while (__ldcg(&index[e]) != slot) e++;
+    return e;
 }
 
 // Set bits before bit i. `bases` holds those before each group of words.
@@ -94,14 +151,38 @@ __device__ __forceinline__ int bits_before(const u32* bits, const int* bases, i6
 }
 
 // Take a row out of the index, and make its slot older than any live one.
-__device__ __forceinline__ void forget(int* entry, u32* last, int slot, i64 now) {
-    entry[slot] = EMPTY;
-    last[slot] = (u32)(u64)now + 0x80000000u;
+__device__ __forceinline__ void forget(int* index, u64* rows, int e, int slot, i64 now) {
+    i64 at = 2 * (i64)slot + 1;
+    erase(index, e);
+    __stcg(&rows[at], word_of(now + 0x80000000ll, table_of(__ldcg(&rows[at]))));
 }
 
-// One thread per place of the hash tables; places >= 2 n, a power of two.
+// Where the j-th entry from the hand on stands: first those ahead of it, then those that it has passed.
+__device__ __forceinline__ i64 queue_place(const i64* scalars, i64 j) {
+    i64 which = scalars[AHEAD];
+    if (j >= scalars[COUNT + which]) {
+        j -= scalars[COUNT + which];
+        which = 1 - which;
+    }
+    return which * scalars[ROOM] + (scalars[FIRST + which] + j) % scalars[ROOM];
+}
+
+// Where the k-th slot comes to stand that is entered at the end of a queue.
+__device__ __forceinline__ i64 queue_end(const i64* scalars, i64 which, i64 k) {
+    return which * scalars[ROOM] + (scalars[FIRST + which] + scalars[COUNT + which] + k) % scalars[ROOM];
+}
+
+__device__ __forceinline__ i64 least(i64 a, i64 b) { return a < b ? a : b; }
+
+// Victims that SIEVE has still to find for the batch.
+__device__ __forceinline__ i64 needed(const i64* totals) {
+    return totals[WAITING] - least(totals[WAITING], totals[UNFILLED]) - totals[FOUND];
+}
+
+// One thread per place of the hash tables; places >= 2 n, a power of two, and 32 places >= chunk.
 KERNEL begin_batch(i64* scalars, const int* fill, const int* fresh, i64* totals, int* seen, int* group_set,
-                   int* group_top, u32* first_bits, u32* waiting_bits, i64 owned_pages, i64 n, i64 places) {
+                   int* group_top, u32* first_bits, u32* waiting_bits, u32* victim_bits, u32* survivor_bits, i64 chunk,
+                   i64 owned_pages, i64 n, i64 places) {
     i64 t = thread_number();
     if (t < places) {
         seen[t] = EMPTY;
@@ -111,6 +192,10 @@ KERNEL begin_batch(i64* scalars, const int* fill, const int* fresh, i64* totals,
     if (t * 32 < n) {
         first_bits[t] = 0;
         waiting_bits[t] = 0;
+    }
+    if (t * 32 < chunk) {
+        victim_bits[t] = 0;
+        survivor_bits[t] = 0;
     }
     if (t > 0) return;
     i64 rows_per_page = scalars[ROWS_PER_PAGE];
@@ -124,29 +209,26 @@ KERNEL begin_batch(i64* scalars, const int* fill, const int* fresh, i64* totals,
     totals[SLOTS] = slots;
     totals[WINDOWS] = slots >= WINDOW ? slots / WINDOW : (slots > 0 ? 1 : 0);
     totals[START] = scalars[HAND] < slots ? scalars[HAND] : 0;
+    totals[FOUND] = 0;
+    totals[REMAINING] = scalars[COUNT] + scalars[COUNT + 1];
+    for (int k = 0; k < 2; k++) totals[TAKEN + k] = totals[SURVIVED + k] = 0;
 }
 
 // One thread per key. A miss leaves its place in the table of positions in `cell`, a hit -1.
-KERNEL probe(const i64* index_key, const short* index_table, const int* index_slot, u32* last, const i64* scalars,
-             const short* tables, const i64* keys, int* slots, int* miss, int* cell, int* seen, i64 n, i64 places) {
+KERNEL probe(const int* index, u64* rows, const i64* scalars, const short* tables, const i64* keys, int* slots, int* miss,
+             int* cell, int* seen, i64 n, i64 places) {
     i64 i = thread_number();
     if (i >= n) return;
     i64 key = keys[i];
     short table = tables[i];
     u64 bits = hash_key(table, key);
-    int base = set_base(bits, scalars[SETS]);
-    int found = EMPTY;
-    for (int e = base; e < base + WAYS; e++) {
-        if (index_key[e] == key && index_slot[e] >= 0 && index_table[e] == table) {
-            found = index_slot[e];
-            break;
-        }
-    }
+    int e = find(index, rows, line_of(bits, scalars[SETS]), tag_of(bits), table, key);
+    int found = e >= 0 ? index[e] : EMPTY;
     slots[i] = found;
     miss[i] = EMPTY;
     cell[i] = EMPTY;
     if (found >= 0) {
-        __stcg(&last[found], (u32)scalars[NOW]);
+        __stcg(&rows[2 * (i64)found + 1], word_of(scalars[NOW], table) | VISITED | LIVE);
         return;
     }
     i64 at = (i64)(bits & (u64)(places - 1));
@@ -208,9 +290,9 @@ KERNEL number_misses(const short* tables, const i64* keys, const i64* scalars, c
     miss[i] = r;
     if (origin != i) return;
     first[r] = origin;
-    int base = set_base(hash_key(tables[i], keys[i]), scalars[SETS]);
+    int base = line_of(hash_key(tables[i], keys[i]), scalars[SETS]);
     place[r] = base;
-    i64 at = (base / WAYS) & (places - 1);
+    i64 at = (base / LINE_INTS) & (places - 1);
     for (;;) {
         int other = __ldcg(&group_set[at]);
         if (other == EMPTY) {
@@ -233,12 +315,12 @@ KERNEL number_misses(const short* tables, const i64* keys, const i64* scalars, c
 
 // One thread per unique miss. The k-th miss of an index set takes the set's k-th empty entry; when those are used up, its
 // oldest evictable entry that the misses before it left. It only chooses: the index stays as it was.
-KERNEL claim_entries(const int* index_slot, const u32* last, const int* pins, const u8* draining, const i64* scalars,
+KERNEL claim_entries(const int* index, const u64* rows, const int* pins, const u8* draining, const i64* scalars,
                      const i64* totals, const int* group, const int* group_top, int* place, int* miss_slot,
                      u32* waiting_bits) {
     i64 r = thread_number();
     if (r >= totals[UNIQUE]) return;
-    int base = place[r];
+    int base = place[r] + FIRST_SLOT;
     place[r] = EMPTY;
     miss_slot[r] = EMPTY;
     const int* top = group_top + (i64)group[r] * WAYS;
@@ -247,7 +329,7 @@ KERNEL claim_entries(const int* index_slot, const u32* last, const int* pins, co
     if (rank == WAYS) return;
     int empties = 0;
     for (int e = base; e < base + WAYS; e++) {
-        if (index_slot[e] != EMPTY) continue;
+        if (index[e] != EMPTY) continue;
         if (empties == rank) {
             place[r] = e;
             atomicOr(&waiting_bits[r / 32], 1u << (r % 32));
@@ -257,45 +339,41 @@ KERNEL claim_entries(const int* index_slot, const u32* last, const int* pins, co
     }
     int rows_per_page = (int)scalars[ROWS_PER_PAGE];
     u32 now = (u32)scalars[NOW];
-    int chosen = EMPTY;
-    int chosen_slot = EMPTY;
-    u32 chosen_age = 0;
+    // The oldest, then the next oldest: by age, then how low the slot's number is.
+    u64 chosen = ~0ull;
+    int entry = EMPTY;
     for (int k = empties; k <= rank; k++) {
-        int next = EMPTY;
-        int next_slot = EMPTY;
-        u32 next_age = 0;
+        u64 next = 0;
         for (int e = base; e < base + WAYS; e++) {
-            int slot = index_slot[e];
+            int slot = index[e];
             if (slot < 0) continue;
-            u32 a = age(last, pins, draining, slot, slot / rows_per_page, now);
-            bool later = chosen < 0 || a < chosen_age || (a == chosen_age && slot > chosen_slot);
-            if (a > 0 && later && (a > next_age || (a == next_age && slot < next_slot))) {
-                next = e;
-                next_slot = slot;
-                next_age = a;
+            u32 a = age(rows, pins, draining, slot, slot / rows_per_page, now);
+            u64 order = a > 0 ? (u64)a << 32 | (u32)~slot : 0;
+            if (order < chosen && order > next) {
+                next = order;
+                entry = e;
             }
         }
-        if (next < 0) return;
+        if (next == 0) return;
         chosen = next;
-        chosen_slot = next_slot;
-        chosen_age = next_age;
     }
-    place[r] = chosen;
-    miss_slot[r] = chosen_slot;
+    place[r] = entry;
+    miss_slot[r] = index[entry];
 }
 
 // One thread per unique miss. The j-th miss that waits for a slot takes the j-th slot never filled, if there are so many.
 // It walks the stack of pages to get there: j / rows_per_page steps, more only where a page was handed out in part.
-KERNEL admit(i64* index_key, short* index_table, int* index_slot, u32* last, const int* fill, const int* fresh,
-             i64* counters, const i64* scalars, const i64* totals, const short* tables, const i64* keys,
-             const int* first, const int* place, int* miss_slot, const u32* waiting_bits, const int* bases) {
+KERNEL admit(int* index, u64* rows, const int* fill, const int* fresh, i64* counters, const i64* scalars,
+             const i64* totals, const short* tables, const i64* keys, const int* first, const int* place, int* miss_slot,
+             const u32* waiting_bits, const int* bases) {
     i64 r = thread_number();
     if (r >= totals[UNIQUE] || place[r] < 0) return;
     int e = place[r];
     int slot = miss_slot[r];
-    index_key[e] = keys[first[r]];
-    index_table[e] = tables[first[r]];
-    index_slot[e] = RESERVED;
+    i64 key = keys[first[r]];
+    short table = tables[first[r]];
+    index[e] = RESERVED;
+    set_tag(index, e, tag_of(hash_key(table, key)));
     if (slot >= 0) {
         count(&counters[EVICTED], 1);
     } else {
@@ -310,14 +388,15 @@ KERNEL admit(i64* index_key, short* index_table, int* index_slot, u32* last, con
         }
         miss_slot[r] = slot;
     }
-    last[slot] = (u32)scalars[NOW];
+    rows[2 * (i64)slot] = (u64)key;
+    rows[2 * (i64)slot + 1] = word_of(scalars[NOW], table);
 }
 
 // One thread per unique miss; those that still wait take the oldest evictable slot of their window. Windows are disjoint,
-// and so are their slots' entries. What this launch writes in `last` no other thread of it reads.
-KERNEL take_windows(int* index_slot, int* entry, u32* last, const int* pins, const u8* draining, const int* lists,
-                    i64* counters, const i64* scalars, const i64* totals, const int* place, int* miss_slot,
-                    const u32* waiting_bits, const int* bases) {
+// and so are their slots' entries. What this launch writes in `rows` no other thread of it reads.
+KERNEL take_windows(int* index, u64* rows, const int* pins, const u8* draining, const int* lists, i64* counters,
+                    const i64* scalars, const i64* totals, const short* tables, const i64* keys, const int* first,
+                    const int* place, int* miss_slot, const u32* waiting_bits, const int* bases) {
     i64 r = thread_number();
     if (r >= totals[UNIQUE] || place[r] < 0 || miss_slot[r] >= 0) return;
     i64 window = bits_before(waiting_bits, bases, r) - totals[UNFILLED];
@@ -333,7 +412,7 @@ KERNEL take_windows(int* index_slot, int* entry, u32* last, const int* pins, con
     for (int k = 0; k < WINDOW; k++) {
         int page = lists[at_page];
         int candidate = page * rows_per_page + at_row;
-        u32 a = age(last, pins, draining, candidate, page, now);
+        u32 a = age(rows, pins, draining, candidate, page, now);
         if (a > oldest || (a > 0 && a == oldest && candidate < slot)) {
             slot = candidate;
             oldest = a;
@@ -344,13 +423,118 @@ KERNEL take_windows(int* index_slot, int* entry, u32* last, const int* pins, con
         }
     }
     if (slot < 0) return;
-    if (entry[slot] != EMPTY) {
-        index_slot[entry[slot]] = EMPTY;
-        entry[slot] = EMPTY;
+    if (rows[2 * (i64)slot + 1] & LIVE) {
+        erase(index, entry_of(index, rows, slot, scalars[SETS]));
         count(&counters[EVICTED], 1);
     }
-    last[slot] = now;
+    rows[2 * (i64)slot] = (u64)keys[first[r]];
+    rows[2 * (i64)slot + 1] = word_of(now, tables[first[r]]);
     miss_slot[r] = slot;
+}
+
+// SIEVE goes through the entries of its queues in rounds of at most `chunk`. One thread per entry: whether it would be a
+// victim or survive, if the hand comes so far. Entries whose slot stands elsewhere by now are neither.
+KERNEL sieve_examine(const u64* rows, const int* pins, const u8* draining, const int* queue, const int* spot,
+                     const i64* scalars, const i64* totals, u32* victim_bits, u32* survivor_bits, i64 chunk) {
+    i64 j = thread_number();
+    if (j >= least(chunk, totals[REMAINING])) return;
+    i64 at = queue_place(scalars, j);
+    int slot = queue[at];
+    if (spot[slot] != at) return;
+    u64 word = rows[2 * (i64)slot + 1];
+    int page = slot / (int)scalars[ROWS_PER_PAGE];
+    bool survives = (word & VISITED) || (u32)word == (u32)scalars[NOW] || pins[page] > 0 || draining[page];
+    atomicOr(survives ? &survivor_bits[j / 32] : &victim_bits[j / 32], 1u << (j % 32));
+}
+
+// One thread per entry, as far as victims are needed: they leave the index, survivors go to the end of the other queue.
+// Ends of queues lie apart from what is examined, and every slot has one thread.
+KERNEL sieve_take(int* index, u64* rows, int* queue, int* spot, i64* counters, const i64* scalars, i64* totals,
+                  int* victims, const u32* victim_bits, const int* victim_bases, const u32* survivor_bits,
+                  const int* survivor_bases, i64 chunk) {
+    i64 j = thread_number();
+    i64 examined = least(chunk, totals[REMAINING]);
+    if (j >= examined) return;
+    i64 need = needed(totals);
+    i64 before = bits_before(victim_bits, victim_bases, j);
+    if (before >= need) return;
+    i64 ahead = scalars[AHEAD];
+    i64 n_ahead = scalars[COUNT + ahead];
+    int passed = j >= n_ahead;
+    int slot = queue[queue_place(scalars, j)];
+    if (victim_bits[j / 32] >> (j % 32) & 1) {
+        if (rows[2 * (i64)slot + 1] & LIVE) {
+            erase(index, entry_of(index, rows, slot, scalars[SETS]));
+            count(&counters[EVICTED], 1);
+        }
+        victims[totals[FOUND] + before] = slot;
+        if (before == need - 1) totals[CUT] = j + 1;
+        count(&totals[TAKEN + passed], 1);
+    } else if (survivor_bits[j / 32] >> (j % 32) & 1) {
+        i64 rank = bits_before(survivor_bits, survivor_bases, j);
+        if (passed) rank -= bits_before(survivor_bits, survivor_bases, n_ahead);
+        i64 at = queue_end(scalars, passed ? ahead : 1 - ahead, rank);
+        queue[at] = slot;
+        spot[slot] = (int)at;
+        rows[2 * (i64)slot + 1] &= ~VISITED;
+        count(&totals[SURVIVED + passed], 1);
+    }
+}
+
+// One thread per 32 entries, at least one. Thread 0 ends the round: it moves the hand, and the queues change places when
+// nothing is ahead.
+KERNEL sieve_close(i64* scalars, i64* totals, u32* victim_bits, u32* survivor_bits, i64 chunk) {
+    i64 t = thread_number();
+    if (t * 32 < chunk) {
+        victim_bits[t] = 0;
+        survivor_bits[t] = 0;
+    }
+    if (t > 0) return;
+    i64 need = needed(totals);
+    i64 cut = need == 0 ? 0 : (totals[VICTIMS] >= need ? totals[CUT] : least(chunk, totals[REMAINING]));
+    i64 ahead = scalars[AHEAD];
+    i64 room = scalars[ROOM];
+    i64 n_ahead = scalars[COUNT + ahead];
+    for (int passed = 0; passed < 2; passed++) {
+        i64 which = passed ? 1 - ahead : ahead;
+        i64 gone = passed ? cut - least(cut, n_ahead) : least(cut, n_ahead);
+        i64 stayed = totals[SURVIVED + passed];
+        if (gone > 0) scalars[FIRST + which] = (scalars[FIRST + which] + gone) % room;
+        scalars[COUNT + which] -= gone;
+        scalars[QUEUED + which] -= totals[TAKEN + passed] + stayed;
+        scalars[COUNT + 1 - which] += stayed;
+        scalars[QUEUED + 1 - which] += stayed;
+        totals[FOUND] += totals[TAKEN + passed];
+        totals[TAKEN + passed] = totals[SURVIVED + passed] = 0;
+    }
+    totals[REMAINING] -= cut;
+    if (cut > n_ahead) ahead = 1 - ahead;
+    if (scalars[QUEUED + ahead] == 0) {
+        i64 stale = scalars[COUNT + ahead];
+        if (stale > 0) scalars[FIRST + ahead] = (scalars[FIRST + ahead] + stale) % room;
+        scalars[COUNT + ahead] = 0;
+        totals[REMAINING] -= stale;
+        ahead = 1 - ahead;
+    }
+    scalars[AHEAD] = ahead;
+}
+
+// One thread per unique miss: those that wait take the victims in order. All that have a slot enter the queue ahead.
+KERNEL sieve_place(u64* rows, int* queue, int* spot, const i64* scalars, const i64* totals, const short* tables,
+                   const i64* keys, const int* first, int* miss_slot, const int* victims, const u32* waiting_bits,
+                   const int* bases) {
+    i64 r = thread_number();
+    if (r >= totals[UNIQUE] || !(waiting_bits[r / 32] >> (r % 32) & 1)) return;
+    i64 w = bits_before(waiting_bits, bases, r);
+    i64 victim = w - least(totals[WAITING], totals[UNFILLED]);
+    if (victim >= totals[FOUND]) return;
+    int slot = victim < 0 ? miss_slot[r] : victims[victim];
+    miss_slot[r] = slot;
+    rows[2 * (i64)slot] = (u64)keys[first[r]];
+    rows[2 * (i64)slot + 1] = word_of(scalars[NOW], tables[first[r]]);
+    i64 at = queue_end(scalars, scalars[AHEAD], w);
+    queue[at] = slot;
+    spot[slot] = (int)at;
 }
 
 // One thread per key, at least one: the slots of all keys, and the counters. Thread 0 also moves the hand and the stack.
@@ -371,9 +555,14 @@ KERNEL deliver(int* fill, const int* fresh, i64* scalars, i64* counters, const i
     counters[REQUESTED] += n;
     counters[FETCHED] += totals[UNIQUE];
     i64 waiting = totals[WAITING];
-    i64 filled = waiting < totals[UNFILLED] ? waiting : totals[UNFILLED];
-    i64 windows = waiting - filled < totals[WINDOWS] ? waiting - filled : totals[WINDOWS];
-    scalars[HAND] = totals[SLOTS] > 0 ? (totals[START] + windows * WINDOW) % totals[SLOTS] : 0;
+    i64 filled = least(waiting, totals[UNFILLED]);
+    if (scalars[POLICY] == SIEVE) {
+        scalars[COUNT + scalars[AHEAD]] += filled + totals[FOUND];
+        scalars[QUEUED + scalars[AHEAD]] += filled + totals[FOUND];
+    } else {
+        i64 windows = least(waiting - filled, totals[WINDOWS]);
+        scalars[HAND] = totals[SLOTS] > 0 ? (totals[START] + windows * WINDOW) % totals[SLOTS] : 0;
+    }
     i64 rows_per_page = scalars[ROWS_PER_PAGE];
     i64 stack = scalars[N_FRESH];
     while (filled > 0) {
@@ -388,17 +577,21 @@ KERNEL deliver(int* fill, const int* fresh, i64* scalars, i64* counters, const i
 }
 
 // One thread per unique miss, after its row was copied: the index tells of the slot, or the entry is free again.
-KERNEL publish(int* index_slot, int* entry, const i64* totals, const int* place, const int* miss_slot) {
+KERNEL publish(int* index, u64* rows, const i64* totals, const int* place, const int* miss_slot) {
     i64 r = thread_number();
     if (r >= totals[UNIQUE] || place[r] < 0) return;
     int slot = miss_slot[r];
-    index_slot[place[r]] = slot >= 0 ? slot : EMPTY;
-    if (slot >= 0) entry[slot] = place[r];
+    if (slot < 0) {
+        erase(index, place[r]);
+        return;
+    }
+    index[place[r]] = slot;
+    rows[2 * (i64)slot + 1] |= LIVE;
 }
 
 // One thread per key: take back the last batch, whose rows did not come. Its victims stay evicted.
-KERNEL retract(int* index_slot, int* entry, u32* last, const i64* scalars, i64* counters, const int* miss,
-               const int* first, const int* miss_slot, i64 n) {
+KERNEL retract(int* index, u64* rows, const i64* scalars, i64* counters, const int* miss, const int* first,
+               const int* place, const int* miss_slot, i64 n) {
     i64 i = thread_number();
     if (i >= n) return;
     count(&counters[REQUESTED], -1);
@@ -412,25 +605,22 @@ KERNEL retract(int* index_slot, int* entry, u32* last, const i64* scalars, i64* 
     if (slot < 0) count(&counters[BYPASSED], -1);
     if (first[r] != i) return;
     count(&counters[FETCHED], -1);
-    if (slot >= 0 && entry[slot] != EMPTY) {
-        index_slot[entry[slot]] = EMPTY;
-        forget(entry, last, slot, scalars[NOW]);
-    }
+    if (slot >= 0) forget(index, rows, place[r], slot, scalars[NOW]);
 }
 
 // One thread per key. Of several copies of a key, the one that empties the entry counts it.
-KERNEL invalidate(const i64* index_key, const short* index_table, int* index_slot, int* entry, u32* last,
-                  const i64* scalars, const short* tables, const i64* keys, i64* gone, i64 n) {
+KERNEL invalidate(int* index, u64* rows, const i64* scalars, const short* tables, const i64* keys, i64* gone, i64 n) {
     i64 i = thread_number();
     if (i >= n) return;
     i64 key = keys[i];
     short table = tables[i];
-    int base = set_base(hash_key(table, key), scalars[SETS]);
+    int base = line_of(hash_key(table, key), scalars[SETS]) + FIRST_SLOT;
     for (int e = base; e < base + WAYS; e++) {
-        if (index_key[e] != key || index_table[e] != table || __ldcg(&index_slot[e]) < 0) continue;
-        int slot = atomicExch(&index_slot[e], EMPTY);
-        if (slot >= 0) {
-            forget(entry, last, slot, scalars[NOW]);
+        // Not by the tags: another thread may be erasing one of them.
+        i64 slot = __ldcg(&index[e]);
+        if (slot < 0 || (i64)rows[2 * slot] != key || table_of(__ldcg(&rows[2 * slot + 1])) != table) continue;
+        if (atomicExch(&index[e], EMPTY) >= 0) {
+            forget(index, rows, e, (int)slot, scalars[NOW]);
             count(gone, 1);
         }
         return;
@@ -438,32 +628,35 @@ KERNEL invalidate(const i64* index_key, const short* index_table, int* index_slo
 }
 
 // One thread per key: whether it is cached.
-KERNEL contains(const i64* index_key, const short* index_table, const int* index_slot, const i64* scalars,
-                const short* tables, const i64* keys, u8* found, i64 n) {
+KERNEL contains(const int* index, const u64* rows, const i64* scalars, const short* tables, const i64* keys, u8* found,
+                i64 n) {
     i64 i = thread_number();
     if (i >= n) return;
-    int base = set_base(hash_key(tables[i], keys[i]), scalars[SETS]);
-    found[i] = 0;
-    for (int e = base; e < base + WAYS; e++)
-        if (index_key[e] == keys[i] && index_table[e] == tables[i] && index_slot[e] >= 0) found[i] = 1;
+    u64 bits = hash_key(tables[i], keys[i]);
+    found[i] = find(index, rows, line_of(bits, scalars[SETS]), tag_of(bits), tables[i], keys[i]) >= 0;
 }
 
-// One thread per slot of the page that was handed out: erase its row from the index, before the slot can be anyone else's.
-KERNEL unpublish_page(int* index_slot, int* entry, i64* counters, const i64* scalars, i64 page, i64 rows) {
+// One thread per slot of the page that was handed out: erase its row from the index and its slot from the queues, before
+// the slot can be anyone else's.
+KERNEL unpublish_page(int* index, u64* rows, int* spot, i64* counters, i64* scalars, i64 page, i64 count_rows) {
     i64 t = thread_number();
-    if (t >= rows) return;
+    if (t >= count_rows) return;
     i64 slot = page * scalars[ROWS_PER_PAGE] + t;
-    int e = entry[slot];
-    if (e == EMPTY) return;
-    index_slot[e] = EMPTY;
-    entry[slot] = EMPTY;
-    count(&counters[EVICTED], 1);
+    if (rows[2 * slot + 1] & LIVE) {
+        erase(index, entry_of(index, rows, (int)slot, scalars[SETS]));
+        rows[2 * slot + 1] &= ~(VISITED | LIVE);
+        count(&counters[EVICTED], 1);
+    }
+    if (scalars[POLICY] == SIEVE && spot[slot] != EMPTY) {
+        count(&scalars[QUEUED + (spot[slot] >= scalars[ROOM])], -1);
+        spot[slot] = EMPTY;
+    }
 }
 
 // One thread per slot asked for: the batch of its last use, by which the host chooses a page to give up.
-KERNEL read_last(const u32* last, const int* slots, u32* values, i64 n) {
+KERNEL read_last(const u64* rows, const int* slots, u32* values, i64 n) {
     i64 i = thread_number();
-    if (i < n) values[i] = last[slots[i]];
+    if (i < n) values[i] = (u32)rows[2 * (i64)slots[i] + 1];
 }
 
 // Rows are copied in units of the widest type that divides them: one thread per unit, `units` a row, neighbours to

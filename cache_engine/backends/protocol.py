@@ -81,6 +81,10 @@ class EmbeddingBackend(Protocol):
         """Take at most `budget` FREE pages under the goal."""
         ...
 
+    def metadata_bytes(self) -> int:
+        """Bytes of the state; 0 after `close` where it lies on a device."""
+        ...
+
     def close(self) -> None:
         """Give memory back, after all copies have ended. Counters stay."""
         ...

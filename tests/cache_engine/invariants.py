@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from cache_engine import EmbeddingCache, HbmPool, KvCache
 from cache_engine.backends.cpu import embedding as e
 from cache_engine.backends.cpu import kv as k
 from cache_engine.backends.cpu import kv_host as h
 from cache_engine.backends.cpu import pool as p
-from tests.cache_engine.models import index_set
+from tests.cache_engine.models import index_set, tag
 
 
 def check(pool: HbmPool, emb: EmbeddingCache | None = None, kv: KvCache | None = None) -> None:
@@ -45,15 +46,21 @@ def check_embedding(pool: HbmPool, emb: EmbeddingCache) -> None:
     owned = pool.state.lists[member, : pool.state.owned[member]].tolist()
     assert s.scalars[e.ROWS_PER_PAGE] == rows_per_page
 
-    entries = np.flatnonzero(s.slot != e.EMPTY)
-    slots = np.flatnonzero(s.entry != e.EMPTY)
-    assert (s.slot >= e.EMPTY).all(), "no entry stays reserved"
-    assert entries.size == slots.size
-    assert (s.entry[s.slot[entries]] == entries).all(), "index and slots are a bijection"
-    keys = list(zip(s.table[entries].tolist(), s.key[entries].tolist(), strict=True))
+    entries = e.entries(s)
+    slots = s.slot[entries]
+    rows = s.row[slots]
+    lines, ways = entries // e.LINE_INTS, entries % e.LINE_INTS - e.FIRST_SLOT
+    assert ((s.slot.reshape(-1, e.LINE_INTS)[:, e.FIRST_SLOT :]) >= e.EMPTY).all(), "no entry stays reserved"
+    assert np.unique(slots).size == slots.size, "no slot twice"
+    assert sorted(slots) == np.flatnonzero(s.row["live"]).tolist(), "index and slots are a bijection"
+    keys = list(zip(rows["table"].tolist(), rows["key"].tolist(), strict=True))
     assert len(set(keys)) == len(keys), "no key twice"
     sets = int(s.scalars[e.SETS])
-    assert [index_set(key, sets) for key in keys] == (entries // e.WAYS).tolist(), "every key is where it is looked for"
+    assert [index_set(key, sets) for key in keys] == lines.tolist(), "every key is where it is looked for"
+    tags = s.tag.reshape(-1, e.LINE_BYTES)[:, : e.WAYS]
+    assert tags[lines, ways].tolist() == [tag(key) for key in keys]
+    assert np.count_nonzero(tags) == entries.size, "an empty entry has no tag"
+    check_queues(s, slots)
 
     pages = slots // rows_per_page
     assert (pool.state.owner[pages] == member).all(), "rows lie in owned pages"
@@ -69,6 +76,21 @@ def check_embedding(pool: HbmPool, emb: EmbeddingCache) -> None:
     assert c[e.HITS] + c[e.MISSES] == c[e.REQUESTED]
     assert c[e.FETCHED] <= c[e.MISSES]
     assert c[e.BYPASSED] <= c[e.MISSES]
+
+
+def check_queues(s: e.EmbeddingState, live: npt.NDArray[np.int32]) -> None:
+    """Every slot that was filled stands in one queue, in one place (SIEVE)."""
+    room = int(s.scalars[e.ROOM])
+    queued = []
+    for which in range(2):
+        start, count = int(s.scalars[e.START + which]), int(s.scalars[e.COUNT + which])
+        assert count <= room
+        at = [which * room + (start + k) % room for k in range(count)]
+        stands = [k for k in at if s.spot[s.queue[k]] == k]
+        assert len(stands) == s.scalars[e.QUEUED + which]
+        queued += s.queue[stands].tolist()
+    assert sorted(queued) == np.flatnonzero(s.spot != e.EMPTY).tolist()
+    assert set(live.tolist()) <= set(queued) or s.scalars[e.POLICY] == e.LRU
 
 
 def check_kv(pool: HbmPool, kv: KvCache) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 MASK = 2**64 - 1
-WAYS = 8
+WAYS = 12
 WINDOW = 8
 CANDIDATES = 16
 SAMPLE = 16
@@ -23,11 +23,19 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def hash_key(key: Key) -> int:
+    table, number = key
+    return mix(mix(table) ^ ((number & MASK) * 0x9E3779B97F4A7C15 & MASK))
+
+
 def index_set(key: Key, sets: int) -> int:
     """The set of the index in which `key` belongs."""
-    table, number = key
-    bits = mix(mix(table) ^ ((number & MASK) * 0x9E3779B97F4A7C15 & MASK))
-    return (bits >> 32) * sets >> 32
+    return (hash_key(key) >> 32) * sets >> 32
+
+
+def tag(key: Key) -> int:
+    """The byte that stands for `key` in the index; 0 is that of nothing."""
+    return hash_key(key) & 255 or 1
 
 
 @dataclass
@@ -44,6 +52,7 @@ class BatchCache:
     pages: int
     rows_per_page: int
     sets: int
+    sieve: bool = False  # or LRU
     goal: int = 0
     now: int = 0
     hand: int = 0
@@ -57,6 +66,9 @@ class BatchCache:
     filled: dict[int, int] = field(default_factory=dict)  # page -> slots handed out
     draining: dict[int, int] = field(default_factory=dict)  # page -> since
     pins: dict[int, int] = field(default_factory=dict)
+    visited: set[int] = field(default_factory=set)
+    ahead: list[int] = field(default_factory=list)  # slots that the hand of SIEVE comes to, the next one first
+    passed: list[int] = field(default_factory=list)  # those it has passed
     counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,6 +88,43 @@ class BatchCache:
         self.counts["evicted"] += 1
         return key
 
+    def take_windows(self, n: int) -> list[int | None]:
+        """The victims' slots of n misses by LRU."""
+        total = len(self.owned) * self.rows_per_page
+        windows = total // WINDOW or (1 if total else 0)
+        hand = self.hand if self.hand < total else 0
+        found: list[int | None] = []
+        for _ in range(min(n, windows)):
+            places = [(hand + k) % total for k in range(WINDOW)]
+            hand = (hand + WINDOW) % total
+            slot = self.oldest(
+                self.owned[p // self.rows_per_page] * self.rows_per_page + p % self.rows_per_page for p in places
+            )
+            found.append(slot)
+            if slot is not None:
+                self.used[slot] = self.now
+        self.hand = hand
+        return found + [None] * (n - len(found))
+
+    def take_sieved(self, n: int) -> list[int | None]:
+        """The victims' slots of n misses by SIEVE."""
+        found: list[int | None] = []
+        for _ in range(len(self.ahead) + len(self.passed)):
+            if len(found) == n:
+                break
+            if not self.ahead:
+                self.ahead, self.passed = self.passed, []
+            slot = self.ahead.pop(0)
+            if slot in self.visited or not self.evictable(slot):
+                self.visited.discard(slot)
+                self.passed.append(slot)
+            else:
+                found.append(slot)
+                self.used[slot] = self.now
+        if not self.ahead:
+            self.ahead, self.passed = self.passed, []
+        return found + [None] * (n - len(found))
+
     def lookup(self, keys: Sequence[Key]) -> Served:
         self.now += 1
         hit = [key in self.slot_of for key in keys]
@@ -83,6 +132,7 @@ class BatchCache:
         for key in keys:
             if key in self.slot_of:
                 self.used[self.slot_of[key]] = self.now
+                self.visited.add(self.slot_of[key])
         victims = []
 
         # Second: an entry of the index. Rows that left their set to a newcomer left their slot to it, too.
@@ -106,36 +156,28 @@ class BatchCache:
                 arrivals[key] = slot
 
         # Third: a slot.
-        total = len(self.owned) * self.rows_per_page
-        windows = total // WINDOW or (1 if total else 0)
-        hand = self.hand if self.hand < total else 0
-        for key in waiting:
-            if self.filling:
-                page = self.filling[-1]
-                slot = page * self.rows_per_page + self.filled[page]
-                self.filled[page] += 1
-                if self.filled[page] == self.rows_per_page:
-                    self.filling.pop()
-            elif windows:
-                windows -= 1
-                places = [(hand + k) % total for k in range(WINDOW)]
-                hand = (hand + WINDOW) % total
-                found = self.oldest(
-                    self.owned[p // self.rows_per_page] * self.rows_per_page + p % self.rows_per_page for p in places
-                )
-                if found is None:
-                    continue
-                slot = found
-                if slot in self.row_at:
-                    victims.append(self.evict(slot))
-            else:
-                continue
+        filled: list[int | None] = []
+        while self.filling and len(filled) < len(waiting):
+            page = self.filling[-1]
+            slot = page * self.rows_per_page + self.filled[page]
             self.used[slot] = self.now
+            filled.append(slot)
+            self.filled[page] += 1
+            if self.filled[page] == self.rows_per_page:
+                self.filling.pop()
+        take = self.take_sieved if self.sieve else self.take_windows
+        for key, slot in zip(waiting, filled + take(len(waiting) - len(filled)), strict=True):
+            if slot is None:
+                continue
+            if slot in self.row_at:
+                victims.append(self.evict(slot))
             arrivals[key] = slot
-        self.hand = hand
+            if self.sieve:
+                self.ahead.append(slot)
         for key, slot in arrivals.items():
             self.slot_of[key] = slot
             self.row_at[slot] = key
+            self.visited.discard(slot)
         slots = [self.slot_of.get(key, -1) for key in keys]
         for name, count in (
             ("requested", len(keys)),
@@ -154,6 +196,7 @@ class BatchCache:
                 slot = self.slot_of.pop(key)
                 del self.row_at[slot]
                 self.used[slot] = self.now - 2**31
+                self.visited.discard(slot)
                 gone += 1
         return gone
 
@@ -216,6 +259,10 @@ class BatchCache:
         for slot in range(page * self.rows_per_page, (page + 1) * self.rows_per_page):
             if slot in self.row_at:
                 self.evict(slot)
+            for queue in (self.ahead, self.passed):
+                if slot in queue:
+                    queue.remove(slot)
+            self.visited.discard(slot)
         self.filled[page] = 0
         self.draining.pop(page, None)
         at = self.owned.index(page)
@@ -452,3 +499,44 @@ class KvModel:
             self.owned -= 1
             freed += 1
         return freed
+
+
+def sieve_misses(ids: Iterable[int], slots: int) -> int:
+    """Misses of an exact SIEVE cache, one id after the other: a linked list and a hand, as its authors draw it."""
+    newer: dict[int, int | None] = {}
+    older: dict[int, int | None] = {}
+    visited: dict[int, bool] = {}
+    newest: int | None = None
+    oldest: int | None = None
+    hand: int | None = None
+    misses = 0
+    for number in map(int, ids):
+        if number in visited:
+            visited[number] = True
+            continue
+        misses += 1
+        if len(visited) == slots:
+            victim = oldest if hand is None else hand
+            assert victim is not None
+            while visited[victim]:
+                visited[victim] = False
+                following = newer[victim]
+                victim = oldest if following is None else following
+                assert victim is not None
+            before, hand = older.pop(victim), newer.pop(victim)
+            del visited[victim]
+            if hand is None:
+                newest = before
+            else:
+                older[hand] = before
+            if before is None:
+                oldest = hand
+            else:
+                newer[before] = hand
+        older[number], newer[number], visited[number] = newest, None, False
+        if newest is not None:
+            newer[newest] = number
+        else:
+            oldest = number
+        newest = number
+    return misses

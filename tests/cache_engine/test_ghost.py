@@ -16,7 +16,7 @@ ROWS = 64  # per page
 
 def make_cache(pages: int, owned: int, rate: float | None = None) -> EmbeddingCache:
     pool = HbmPool(pages, 64 * ROWS, ("emb",), payload=False)
-    emb = EmbeddingCache(pool, row_bytes=64, tables=3, ghost=True)
+    emb = EmbeddingCache(pool, row_bytes=64, tables=3, policy="lru", ghost=True)
     if rate is not None:
         emb.ghost = Ghost(pool, "emb", max_pages=pages, units_per_page=ROWS, rate=rate)
     pool.set_goals({"emb": owned}, 1)

@@ -36,6 +36,7 @@ class CpuBackend:
         rows_per_page: rows in a page.
         max_pages: most pages that the member can own.
         member: its number.
+        policy: LRU or SIEVE.
         tables: host tables as bytes [rows, width]; without payload empty.
         table_count: how many tables there are.
         row_bytes: width of a row.
@@ -51,11 +52,12 @@ class CpuBackend:
         rows_per_page: int,
         max_pages: int,
         member: int,
+        policy: int,
         tables: Sequence[npt.NDArray[np.uint8]],
         table_count: int,
         row_bytes: int,
     ) -> None:
-        self.state = kernels.new_embedding_state(pool.owner.size, rows_per_page, max_pages, member)
+        self.state = kernels.new_embedding_state(pool.owner.size, rows_per_page, max_pages, member, policy)
         self._pool = pool
         self._storage = storage
         self._page_bytes = page_bytes
@@ -164,6 +166,10 @@ class CpuBackend:
     def accept(self, budget: int) -> int:
         """Take at most `budget` FREE pages under the goal."""
         return int(kernels.accept_pages(self.state, self._pool, budget))
+
+    def metadata_bytes(self) -> int:
+        """Bytes of the state."""
+        return kernels.metadata_bytes(self.state)
 
     def close(self) -> None:
         """Give the rows back; metadata and counters stay."""

@@ -65,7 +65,7 @@ def lookups_per_s(
     pages = -(-slots // ROWS_PER_PAGE)
     pool = pools.new_pool_state(pages, 1)
     pool.goal[0] = pages
-    emb = CudaEmbedding(pool, ROWS_PER_PAGE, pages, 0, device)
+    emb = CudaEmbedding(pool, ROWS_PER_PAGE, pages, 0, cpu.SIEVE, device)
     assert emb.accept(pages) == pages
 
     def look_up(ids: npt.NDArray[np.int64] | Any, tables: Any) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine import EmbeddingCache, HbmPool
+from cache_engine.backends.cuda import CudaState, as_integers
 from cache_engine.backends.device import Device
 from cache_engine.lease import Lease
 
@@ -39,6 +40,7 @@ class PublicTwins:
         gather: how missed rows come on the device.
         max_pages: for which the index is sized.
         payload: whether the pools keep bytes.
+        policy: of the caches.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PublicTwins:
         gather: str = "staging",
         max_pages: int | None = None,
         payload: bool = True,
+        policy: str = "sieve",
     ) -> None:
         Table.broken = False
         rng = np.random.default_rng(row_bytes)
@@ -63,7 +66,12 @@ class PublicTwins:
         )
         self.caches = [
             EmbeddingCache(
-                pool, row_bytes=row_bytes, tables=tables if payload else len(widths), max_pages=max_pages, gather=how
+                pool,
+                row_bytes=row_bytes,
+                tables=tables if payload else len(widths),
+                max_pages=max_pages,
+                policy=policy,
+                gather=how,
             )
             for pool, tables, how in zip(self.pools, self.sources, ("auto", gather), strict=True)
         ]
@@ -166,8 +174,9 @@ class PublicTwins:
         """Every array of the two caches, the pools and the pages is the same, bit for bit."""
         for name, mine, other in zip(self.pools[0].state._fields, *(p.state for p in self.pools), strict=True):
             np.testing.assert_array_equal(other, mine, err_msg=name)
-        state = self.caches[0].state
-        for name, mine, other in zip(state._fields, state, self.caches[1].state, strict=True):
+        for name, mine, other in zip(
+            CudaState._fields, as_integers(self.caches[0].state), self.caches[1].state, strict=True
+        ):
             np.testing.assert_array_equal(self.device.read(other), mine, err_msg=name)
         if self.payload:
             np.testing.assert_array_equal(self.device.read(self.pools[1].storage), self.pools[0].storage)

@@ -15,6 +15,7 @@ import pytest
 
 from cache_engine.backends import cuda
 from cache_engine.backends import device as devices
+from cache_engine.backends.cpu import embedding as cpu
 from cache_engine.backends.cpu import pool as pools
 from tests.cache_engine.backends import gpu_table
 from tests.cache_engine.backends.conftest import KERNELS
@@ -113,7 +114,7 @@ def test_cupy_gets_arrays_and_64_bit_integers_and_no_empty_grid(
     """CuPy checks no types, and a grid of no blocks still runs one."""
     device = devices.CupyDevice()
     pool = pools.new_pool_state(4, 1)
-    emb = cuda.CudaEmbedding(pool, 8, 4, 0, device)
+    emb = cuda.CudaEmbedding(pool, 8, 4, 0, cpu.LRU, device)
     pool.goal[0] = 4
     assert emb.accept(4) == 4
     emb.lookup(np.zeros(600, np.int16), np.arange(600))
@@ -264,7 +265,7 @@ def test_arrays_of_others_are_taken_by_either_protocol(runtime: FakeRuntime) -> 
 @pytest.fixture
 def emb(host_program: Callable[[str], Path]) -> Iterator[cuda.CudaEmbedding]:
     device = HostDevice(host_program("address"), "forward", kernel_names(KERNELS))
-    yield cuda.CudaEmbedding(pools.new_pool_state(4, 1), 8, 4, 0, device)
+    yield cuda.CudaEmbedding(pools.new_pool_state(4, 1), 8, 4, 0, cpu.SIEVE, device)
     device.close()
 
 

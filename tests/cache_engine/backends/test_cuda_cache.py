@@ -31,6 +31,7 @@ from tests.cache_engine.backends.sequences import programs
     program=programs,
     row_bytes=st.sampled_from([16, 12, 7]),
     max_pages=st.integers(2, 6),
+    policy=st.sampled_from(["lru", "sieve"]),
     order=st.sampled_from(["forward", "reverse", "random"]),
     seed=st.integers(0, 99),
 )
@@ -42,6 +43,7 @@ def test_any_sequence_of_calls_leaves_both_backends_the_same(
     program: list[Operation],
     row_bytes: int,
     max_pages: int,
+    policy: str,
     order: str,
     seed: int,
 ) -> None:
@@ -50,7 +52,7 @@ def test_any_sequence_of_calls_leaves_both_backends_the_same(
         for module in (refill, transfer):
             patch.setattr(module, "CHUNK_BYTES", 5 * row_bytes)
         world = World(library, kernel_names(all_kernels), order, seed)
-        twins = PublicTwins(world.device(), row_bytes=row_bytes, gather=gather, max_pages=max_pages)
+        twins = PublicTwins(world.device(), row_bytes=row_bytes, gather=gather, max_pages=max_pages, policy=policy)
         twins.run(program)
         assert not world.mapped
         world.check()

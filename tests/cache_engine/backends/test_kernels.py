@@ -29,6 +29,7 @@ operations = st.one_of(
     st.tuples(st.just("pin"), st.lists(st.integers(0, 4), min_size=1, max_size=5)),
     st.tuples(st.just("unpin"), st.integers(0, 4)),
 )
+POLICIES = [cpu.LRU, cpu.SIEVE]
 STARTS = [0, 2**31 - 4, 2**32 - 4]
 
 
@@ -39,6 +40,7 @@ STARTS = [0, 2**31 - 4, 2**32 - 4]
     index_pages=st.integers(1, 5),
     start=st.sampled_from(STARTS),
     row_bytes=st.sampled_from([0, 0, 1, 4, 48]),
+    policy=st.sampled_from(POLICIES),
     program=st.lists(operations, min_size=12, max_size=40),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -54,12 +56,13 @@ def test_any_sequence_leaves_the_same_state(
     index_pages: int,
     start: int,
     row_bytes: int,
+    policy: int,
     program: list[tuple[str, Any]],
     seed: int,
 ) -> None:
     """States, outputs, counters and rows after each operation, whatever the order of operations and of threads."""
     host_device.clear(seed)
-    twins = Twins(host_device, pages, rows_per_page, min(index_pages, pages), start, row_bytes)
+    twins = Twins(host_device, pages, rows_per_page, min(index_pages, pages), start, row_bytes, policy)
     twins.own_all()
     for operation in program:
         twins.apply(operation)
@@ -68,11 +71,12 @@ def test_any_sequence_leaves_the_same_state(
     event(f"evicted: {counters[cpu.EVICTED] > 0}, bypassed: {counters[cpu.BYPASSED] > 0}")
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=["lru", "sieve"])
 @pytest.mark.parametrize("start", STARTS, ids=str)
-def test_long_skewed_streams_leave_the_same_state(host_device: HostDevice, start: int) -> None:
+def test_long_skewed_streams_leave_the_same_state(host_device: HostDevice, start: int, policy: int) -> None:
     """Batches of up to 300 keys in a cache of 256 rows, with leases, failed fetches and resizes."""
     host_device.clear(seed=start % 1000)
-    twins = Twins(host_device, 8, 32, 5, start, 16)
+    twins = Twins(host_device, 8, 32, 5, start, 16, policy)
     twins.own_all()
     for operation in random_program(np.random.default_rng(5), 80, 700, 300):
         twins.apply(operation)
@@ -108,27 +112,27 @@ def test_fault_9_thousands_of_copies_of_one_cold_key(host_device: HostDevice) ->
 
 
 def test_many_misses_of_one_full_index_set(host_device: HostDevice) -> None:
-    """The ninth miss and later ones of a set find no entry; of the eight, each takes the next oldest."""
+    """The thirteenth miss and later ones of a set find no entry; of the twelve, each takes the next oldest."""
     host_device.clear(seed=1)
     twins = Twins(host_device, 2, 8, 1)
     twins.own_all()
     sets = int(twins.emb.scalars[cpu.SETS])
     same: list[Key] = [(0, k) for k in range(2000) if index_set((0, k), sets) == 0]
-    for k in range(8):
+    for k in range(12):
         twins.lookup([same[k]])
     twins.lookup([same[3]])
     newcomers = same[20:220]
     slots = twins.lookup_arrays(np.zeros(200, np.int16), np.array([k for _, k in newcomers]))
     twins.check()
-    order = [0, 1, 2, 4, 5, 6, 7, 3]
-    assert slots[:8].tolist() == [8 + k for k in order], "page 1 was filled first"
-    assert (slots[8:] == -1).all()
+    order = [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 3]
+    assert slots[:12].tolist() == [(8 + k) % 16 for k in order], "page 1 was filled first"
+    assert (slots[12:] == -1).all()
 
 
 def test_a_stack_of_pages_handed_out_in_part(host_device: HostDevice) -> None:
     """A drain that is given up leaves a started page under another one: slots come from both, then from windows."""
     host_device.clear(seed=1)
-    twins = Twins(host_device, 4, 8, 4)
+    twins = Twins(host_device, 4, 8, 4, policy=cpu.LRU)
     twins.apply(("goal", 3))
     twins.migrate(3)
     twins.lookup([(0, k) for k in range(20)])
@@ -184,12 +188,15 @@ def test_of_many_pages_the_same_ones_are_given_up(host_device: HostDevice) -> No
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(seed=st.integers(0, 2**32 - 1), start=st.sampled_from(STARTS))
-@example(seed=0, start=2**32 - 4)
-def test_threads_that_run_at_once_race_for_nothing(parallel_device: HostDevice, seed: int, start: int) -> None:
+@given(seed=st.integers(0, 2**32 - 1), start=st.sampled_from(STARTS), policy=st.sampled_from(POLICIES))
+@example(seed=0, start=2**32 - 4, policy=cpu.SIEVE)
+@example(seed=0, start=2**32 - 4, policy=cpu.LRU)
+def test_threads_that_run_at_once_race_for_nothing(
+    parallel_device: HostDevice, seed: int, start: int, policy: int
+) -> None:
     """Under ThreadSanitizer; what it calls a race is undefined on a GPU, too."""
     parallel_device.clear(seed)
-    twins = Twins(parallel_device, 6, 16, 3, start, 4)
+    twins = Twins(parallel_device, 6, 16, 3, start, 4, policy)
     twins.own_all()
     for operation in random_program(np.random.default_rng(seed), 12, 200, 200):
         twins.apply(operation)
@@ -200,7 +207,7 @@ def test_as_a_member_of_a_pool_beside_a_kv_cache(host_device: HostDevice) -> Non
     """The pool moves its pages as it does those of the CPU backend's cache; leases are the pool's own pins."""
     host_device.clear(seed=4)
     pool = HbmPool(10, 64, payload=False)
-    emb = CudaEmbedding(pool.state, 8, 8, pool.member("emb"), host_device)
+    emb = CudaEmbedding(pool.state, 8, 8, pool.member("emb"), cpu.LRU, host_device)
     kv = KvCache(pool, token_bytes=16)
     pool.attach("emb", emb, 8)
     pool.set_target(0.6, 0)

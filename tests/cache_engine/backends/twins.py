@@ -10,7 +10,7 @@ import numpy.typing as npt
 from cache_engine.backends.cpu import embedding as cpu
 from cache_engine.backends.cpu import payload
 from cache_engine.backends.cpu import pool as pools
-from cache_engine.backends.cuda import CudaEmbedding
+from cache_engine.backends.cuda import CudaEmbedding, CudaState, as_integers
 from cache_engine.backends.device import Device
 
 Key = tuple[int, int]  # table, id
@@ -30,21 +30,29 @@ class Twins:
         index_pages: for which the index is sized; fewer than `pages` make full index sets common.
         start: number of the batch before the first.
         row_bytes: width of the rows; 0 for metadata alone.
+        policy: LRU or SIEVE.
     """
 
     def __init__(
-        self, device: Device, pages: int, rows_per_page: int, index_pages: int, start: int = 0, row_bytes: int = 0
+        self,
+        device: Device,
+        pages: int,
+        rows_per_page: int,
+        index_pages: int,
+        start: int = 0,
+        row_bytes: int = 0,
+        policy: int = cpu.SIEVE,
     ) -> None:
         self.device = device
         self.pages = pages
         self.rows_per_page = rows_per_page
         self.row_bytes = row_bytes
         self.pool = pools.new_pool_state(pages, 2)
-        self.emb = cpu.new_embedding_state(pages, rows_per_page, index_pages, 1)
+        self.emb = cpu.new_embedding_state(pages, rows_per_page, index_pages, 1, policy)
         self.emb.scalars[cpu.NOW] = start
         self.scratch = cpu.new_embedding_scratch(64)
         self.other_pool = pools.new_pool_state(pages, 2)
-        self.cuda = CudaEmbedding(self.other_pool, rows_per_page, index_pages, 1, device)
+        self.cuda = CudaEmbedding(self.other_pool, rows_per_page, index_pages, 1, policy, device)
         device.write(self.cuda.state.scalars, self.emb.scalars)
         self.now_ns = 0
         if row_bytes:
@@ -141,16 +149,16 @@ class Twins:
         freed = cpu.release_pages(self.emb, self.pool, budget, self.now_ns, LIMIT_NS)
         granted = cpu.accept_pages(self.emb, self.pool, budget)
         # What is not read anew from the device must not decide: it would make any page the coldest.
-        self.cuda._last[:] = (int(self.emb.scalars[cpu.NOW]) + 2**31) % 2**32
+        self.cuda._row["last"] = (int(self.emb.scalars[cpu.NOW]) + 2**31) % 2**32
         assert self.cuda.release(budget, self.now_ns, LIMIT_NS) == freed
         assert self.cuda.accept(budget) == granted
 
     def check(self) -> None:
         """Every array of the two states, the pools and the storage is the same, bit for bit."""
-        for name, mine, other in zip(self.emb._fields, self.emb, self.cuda.state, strict=True):
+        for name, mine, other in zip(CudaState._fields, as_integers(self.emb), self.cuda.state, strict=True):
             np.testing.assert_array_equal(self.device.read(other), mine, err_msg=name)
-        for name, mine, other in zip(self.pool._fields, self.pool, self.other_pool, strict=True):
-            np.testing.assert_array_equal(other, mine, err_msg=name)
+        for name, here, there in zip(self.pool._fields, self.pool, self.other_pool, strict=True):
+            np.testing.assert_array_equal(there, here, err_msg=name)
         if self.row_bytes:
             np.testing.assert_array_equal(self.device.read(self.other_storage), self.storage)
 

@@ -32,12 +32,15 @@ operations = st.one_of(
 class Twin:
     """The kernels and the model, one beside the other."""
 
-    def __init__(self, pages: int, rows_per_page: int, index_pages: int, start: int = 0) -> None:
+    def __init__(
+        self, pages: int, rows_per_page: int, index_pages: int, start: int = 0, policy: int = kernels.LRU
+    ) -> None:
         self.pool = pools.new_pool_state(pages, 1)
-        self.emb = kernels.new_embedding_state(pages, rows_per_page, index_pages, 0)
+        self.emb = kernels.new_embedding_state(pages, rows_per_page, index_pages, 0, policy)
         self.scratch = kernels.new_embedding_scratch(64)
         self.emb.scalars[kernels.NOW] = start
-        self.model = BatchCache(pages, rows_per_page, int(self.emb.scalars[kernels.SETS]), now=start)
+        sets = int(self.emb.scalars[kernels.SETS])
+        self.model = BatchCache(pages, rows_per_page, sets, policy == kernels.SIEVE, now=start)
         self.now_ns = 0
 
     def lookup(self, batch: list[Key]) -> tuple[list[bool], list[int], list[Key]]:
@@ -83,15 +86,28 @@ class Twin:
 
     def check(self) -> None:
         emb, pool, model = self.emb, self.pool, self.model
-        entries = np.flatnonzero(emb.slot != kernels.EMPTY)
-        found = zip(emb.slot[entries].tolist(), emb.table[entries].tolist(), emb.key[entries].tolist(), strict=True)
+        slots = emb.slot[kernels.entries(emb)]
+        rows = emb.row[slots]
+        found = zip(slots.tolist(), rows["table"].tolist(), rows["key"].tolist(), strict=True)
         assert {slot: (table, number) for slot, table, number in found} == model.row_at
+        if model.sieve:
+            ahead = int(emb.scalars[kernels.AHEAD])
+            assert (queued(emb, ahead), queued(emb, 1 - ahead)) == (model.ahead, model.passed)
+            assert set(np.flatnonzero(emb.row["visited"]).tolist()) == model.visited
         assert pool.lists[0, : pool.owned[0]].tolist() == model.owned
         assert pool.free[: pool.scalars[pools.FREE_COUNT]].tolist() == model.free
         assert set(np.flatnonzero(pool.draining).tolist()) == set(model.draining)
         assert emb.fresh[: emb.scalars[kernels.N_FRESH]].tolist() == model.filling
         names = ("requested", "hits", "misses", "fetched", "bypassed", "evicted")
         assert dict(zip(names, emb.counters.tolist(), strict=True)) == model.counts
+
+
+def queued(emb: kernels.EmbeddingState, which: int) -> list[int]:
+    """The slots that stand in one of the queues, in order."""
+    room = int(emb.scalars[kernels.ROOM])
+    first = int(emb.scalars[kernels.START + which])
+    at = [which * room + (first + k) % room for k in range(int(emb.scalars[kernels.COUNT + which]))]
+    return [int(emb.queue[k]) for k in at if emb.spot[emb.queue[k]] == k]
 
 
 def arrays(batch: list[Key]) -> tuple[np.ndarray, np.ndarray]:
@@ -103,17 +119,18 @@ def arrays(batch: list[Key]) -> tuple[np.ndarray, np.ndarray]:
     rows_per_page=st.sampled_from([1, 2, 3, 8]),
     index_pages=st.integers(1, 5),
     start=st.sampled_from([0, 2**31 - 4, 2**32 - 4]),
+    policy=st.sampled_from([kernels.LRU, kernels.SIEVE]),
     program=st.lists(operations, min_size=15, max_size=50),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_kernels_do_what_the_model_does(
-    pages: int, rows_per_page: int, index_pages: int, start: int, program: list[tuple[str, Any]]
+    pages: int, rows_per_page: int, index_pages: int, start: int, policy: int, program: list[tuple[str, Any]]
 ) -> None:
     """Hits, slots, victims, counters and pages, whatever the order of operations.
 
     An index that was sized for fewer pages than there are makes full sets common.
     """
-    twin = Twin(pages, rows_per_page, min(index_pages, pages), start)
+    twin = Twin(pages, rows_per_page, min(index_pages, pages), start, policy)
     twin.apply(("goal", pages))
     twin.migrate(pages)
     for operation in program:
@@ -123,9 +140,10 @@ def test_kernels_do_what_the_model_does(
     event(f"evicted: {counts['evicted'] > 0}, bypassed: {counts['bypassed'] > 0}, aborted: {twin.pool.aborted[0] > 0}")
 
 
-def test_kernels_do_what_the_model_does_on_a_long_skewed_stream() -> None:
+@pytest.mark.parametrize("policy", [kernels.LRU, kernels.SIEVE], ids=["lru", "sieve"])
+def test_kernels_do_what_the_model_does_on_a_long_skewed_stream(policy: int) -> None:
     rng = np.random.default_rng(7)
-    twin = Twin(6, 8, 4)
+    twin = Twin(6, 8, 4, policy=policy)
     twin.apply(("goal", 6))
     twin.migrate(6)
     victims = 0
@@ -151,8 +169,7 @@ def filled(pages: int, rows_per_page: int, batches: list[list[int]], start: int 
 
 
 def cached(twin: Twin) -> set[int]:
-    entries = twin.emb.slot >= 0
-    return set(twin.emb.key[entries].tolist())
+    return set(twin.emb.row["key"][twin.emb.row["live"] == 1].tolist())
 
 
 @pytest.mark.parametrize("start", [0, 2**31 - 9, 2**31 - 1, 2**32 - 9, 2**32 - 1], ids=str)
@@ -183,25 +200,75 @@ def test_misses_of_one_batch_take_victims_from_windows_of_their_own() -> None:
 
 
 def test_a_full_set_gives_its_oldest_row_and_slot() -> None:
-    """An index of 2 sets over 8 rows that all fall into one: the ninth takes the oldest's entry and slot."""
+    """An index of 2 sets over 12 rows that all fall into one: the next one takes the oldest's entry and slot."""
     twin = Twin(2, 8, 1)
     sets = int(twin.emb.scalars[kernels.SETS])
     assert sets == 2
-    same = [k for k in range(200) if index_set((0, k), sets) == 0][:10]
+    same = [k for k in range(300) if index_set((0, k), sets) == 0][:14]
     twin.apply(("goal", 2))
     twin.migrate(2)
-    for k in same[:8]:
+    for k in same[:12]:
         twin.lookup([(0, k)])
     twin.lookup([(0, same[0])])
-    _, slots, victims = twin.lookup([(0, same[8])])
+    _, slots, victims = twin.lookup([(0, same[12])])
     assert victims == [(0, same[1])]
     assert slots == [9], "page 1 was filled first"
-    # All eight were touched in this batch: nothing to give.
+    # All twelve were touched in this batch: nothing to give.
     held = [k for k in same if (0, k) in twin.model.slot_of]
-    _, slots, victims = twin.lookup([(0, k) for k in [*held, same[9]]])
+    _, slots, victims = twin.lookup([(0, k) for k in [*held, same[13]]])
     assert slots[-1] == -1
     assert victims == []
     twin.check()
+
+
+def test_sieve_evicts_what_was_not_visited_since_the_hand_passed() -> None:
+    """The example of the method's authors in small: survivors stay in order, newcomers come last."""
+    twin = Twin(1, 8, 1, policy=kernels.SIEVE)
+    twin.apply(("goal", 1))
+    twin.migrate(1)
+    for k in range(8):
+        twin.lookup([(0, k)])
+    twin.lookup([(0, 0), (0, 1), (0, 6)])
+    assert twin.lookup([(0, 8)])[2] == [(0, 2)], "0 and 1 were visited and are passed"
+    assert twin.lookup([(0, 9)])[2] == [(0, 3)]
+    twin.lookup([(0, 0), (0, 9)])
+    assert twin.lookup([(0, k) for k in (10, 11, 12)])[2] == [(0, 4), (0, 5), (0, 7)], "6 was visited"
+    assert twin.lookup([(0, 13)])[2] == [(0, 8)]
+    # 9 was visited and survives; then nothing but newcomers is ahead.
+    assert twin.lookup([(0, k) for k in (14, 15, 16, 17)])[2] == [(0, 10), (0, 11), (0, 12), (0, 13)]
+    twin.check()
+
+
+def test_a_scan_passes_through_sieve_and_flushes_lru() -> None:
+    kept = {}
+    for policy in (kernels.LRU, kernels.SIEVE):
+        twin = Twin(4, 8, 4, policy=policy)
+        twin.apply(("goal", 4))
+        twin.migrate(4)
+        hot = [(0, k) for k in range(24)]
+        for _ in range(4):
+            twin.lookup(hot)
+        for start in range(100, 140, 2):
+            twin.lookup([(0, start), (0, start + 1)])
+        kept[policy] = len(cached(twin) & set(range(24)))
+    assert kept[kernels.SIEVE] == 24
+    assert kept[kernels.LRU] < 4
+
+
+def test_queues_full_of_pages_that_left_are_compacted() -> None:
+    """Pages that come and go leave entries behind; the rows that stay keep their order."""
+    twin = Twin(4, 8, 4, policy=kernels.SIEVE)
+    number = 0
+    compacted = 0
+    for step in range(200):
+        twin.apply(("goal", 4 if step % 2 else 2))
+        twin.migrate(4)
+        entries = twin.emb.scalars[kernels.COUNT : kernels.COUNT + 2].sum()
+        twin.lookup([(0, number + k) for k in range(12)])
+        compacted += twin.emb.scalars[kernels.COUNT : kernels.COUNT + 2].sum() < entries
+        number += 9
+        twin.check()
+    assert compacted > 10
 
 
 def test_a_cache_smaller_than_a_window_still_replaces() -> None:

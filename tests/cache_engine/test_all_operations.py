@@ -95,6 +95,7 @@ class Engine(RuleBasedStateMachine):
         self.model = KvModel(self.kv.page_tokens, owned=kv_pages, goal=kv_pages, host_pages=host_pages)
         Engine.steps -= 1  # this is none
         self.held: list[Held] = []
+        self.broke = False  # a refill may have met a broken table
         self.revision = 0
         self.now_ns = 0
         self.counts = dict.fromkeys(("rows", "fetched", "tokens"), 0)
@@ -128,7 +129,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=12), table=st.integers(0, 1))
     def lookup_of_a_broken_table(self, keys: list[int], table: int) -> None:
-        Table.broken = True
+        Table.broken = self.broke = True
         try:
             known = self.emb.lookup(np.array(keys), table)
             assert known.hit.all()
@@ -143,6 +144,25 @@ class Engine(RuleBasedStateMachine):
         """New values in the table; forgotten, the rows are read again."""
         np.asarray(self.tables[table])[keys] = value
         assert self.emb.invalidate(np.array(keys, np.int64), table) <= len(set(keys))
+
+    @rule(keys=ids, table=st.integers(0, 1))
+    def refill(self, keys: list[int], table: int) -> None:
+        """In the background; whether and when the rows are admitted, lookups return what the table has."""
+        try:
+            assert self.emb.refill(np.array(keys, np.int64), table) >= 0
+        except OSError:
+            assert self.broke
+            self.broke = False
+
+    @rule(wait=st.booleans())
+    def advance_refill(self, wait: bool) -> None:
+        try:
+            waiting = self.emb.advance_refill(wait)
+        except OSError:
+            assert self.broke
+            self.broke = False
+        else:
+            assert waiting == 0 or not wait
 
     @rule(keys=st.just([0, ROWS]) | st.just([-1]))
     def lookup_of_no_row(self, keys: list[int]) -> None:
@@ -289,6 +309,17 @@ class Engine(RuleBasedStateMachine):
         if twice:
             held.lease.release()
 
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99))
+    def lose(self, which: int) -> None:
+        """The next operation, whichever it is, ends what nobody can release any more."""
+        history = self.held[which % len(self.held)].history
+        with pytest.warns(ResourceWarning, match="a lease was lost"):
+            del self.held[which % len(self.held)]
+        assert self.kv.pages(99).size == 0
+        if history is not None:
+            self.model.release(history)
+
     @rule(alpha=st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0, -1.0, float("nan"), float("inf")]), step=st.integers(-1, 1))
     def set_target(self, alpha: float, step: int) -> None:
         before = self.pool.state.goal.copy()
@@ -354,7 +385,7 @@ class Engine(RuleBasedStateMachine):
         emb, kv = self.emb.stats(), self.kv.stats()
         assert emb.requested == emb.hits + emb.misses == self.counts["rows"]
         assert emb.fetched == self.counts["fetched"]
-        assert emb.link_bytes == emb.fetched * ROW_BYTES
+        assert emb.link_bytes == (emb.fetched + emb.refilled) * ROW_BYTES
         assert kv.requested == kv.hits + kv.misses == self.counts["tokens"]
         model = self.model
         for name in ("extended", "evicted", "refused", "stale", "host_hits", "offloaded", "onboarded", "given_up"):

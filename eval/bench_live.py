@@ -145,7 +145,9 @@ def measure(args: Args, progress: Progress) -> dict[str, Figure]:
 
 def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progress) -> dict[str, Figure]:
     control = env.scenario.control
-    env.reset(seed=0, options={"start": ahead, "alpha": 0.5 * (control.alpha_min + control.alpha_max)})
+    target = 0.5 * (control.alpha_min + control.alpha_max)
+    stride = control.rate_per_s * control.interval_s
+    env.reset(seed=0, options={"start": ahead, "alpha": target})
     task = progress.add_task("warm-up", total=(warm + steps) * control.interval_s)
     action = 1.0
     resizes = moved = 0
@@ -155,9 +157,10 @@ def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progr
             progress.update(task, description="measured")
             start = env.totals
             first_ns = env.node.now_ns
+        target += action * stride
+        if not control.alpha_min - 1e-9 <= target <= control.alpha_max + 1e-9:
+            action, target = -action, target - 2 * action * stride
         *_, info = env.step(np.array([action], np.float32))
-        if not control.alpha_min < info["target"] < control.alpha_max:
-            action = -action
         progress.advance(task, control.interval_s)
         if k >= warm:
             moved += info["window"].moved_pages

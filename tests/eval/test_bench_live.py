@@ -1,0 +1,152 @@
+"""`helm-rl bench live`: its figures on a short run, and that a wrong byte or growing memory ends it with status 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import envs.serving.payload
+from envs.serving.live import LiveNode
+from eval import bench_live
+from eval.bench_live import GROWTH_LIMIT_MIB, Args, main, memory_growth, verdict
+from helm_rl import cli
+from helm_rl.errors import UserError
+from helm_rl.figures import Figure
+from tests.envs.worlds import trace
+
+SCENARIO = """
+name = "short"
+slo_ms = 50
+seconds = 20
+warm_s = 1
+[model]
+kv_heads = 1
+head_dim = 8
+features_per_token = 4
+row_bytes = 64
+candidates = 16
+[hardware]
+pool_gib = 0.015625
+page_kib = 64
+[control]
+interval_s = 0.1
+rate_per_s = 2
+[load]
+rate = 40
+users = 200
+items = 100000
+history_mean = 300
+history_max = 1024
+"""
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "short.toml").write_text(SCENARIO)
+    return {"scenario": str(tmp_path / "short.toml"), "seconds": 1.5, "warm_s": 0.5, "table_rows": 1 << 15}
+
+
+def command(options: dict[str, Any], *more: str) -> list[str]:
+    named = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
+    return ["bench", "live", *(word for pair in named for word in pair), *more]
+
+
+def test_figures_of_a_short_run(options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command(options, "--json", str(tmp_path / "figures.json"))) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    value = {name.removeprefix("live."): figure["value"] for name, figure in figures.items()}
+    assert 1.5 <= value["seconds"] < 3
+    assert 20 <= value["requests"] <= 40 * value["seconds"] * 2
+    assert value["shed"] == value["wrong_bytes"] == 0
+    assert value["resizes"] == 15  # at every interval
+    assert 15 * 40 <= value["pages_moved"] <= 15 * 52  # of 256 pages, .2 of alpha a step
+    assert value["rows_verified"] > 64 * value["requests"]  # the candidates, and what a KV miss reads
+    assert value["pages_verified"] > value["requests"]
+    assert 0 < value["engine_share"] < 1
+    assert 0 < value["p99_ms"] < 1500
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in figures)
+
+
+def test_a_wrong_byte_ends_it_with_status_1_and_is_in_the_figures(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = envs.serving.payload.make_table
+
+    def damaged(table: int, rows: int, row_bytes: int) -> Any:
+        bytes_ = made(table, rows, row_bytes)
+        bytes_[0, 0] ^= 1
+        return bytes_
+
+    monkeypatch.setattr(envs.serving.payload, "make_table", damaged)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command(options | {"seconds": 0.3}, "--json", str(tmp_path / "figures.json")))
+    assert str(ended.value).startswith("error: ")
+    assert str(ended.value).endswith(" bytes served were wrong")  # Python prints it, and exits with status 1
+    assert json.loads((tmp_path / "figures.json").read_text())["figures"]["live.wrong_bytes"]["value"] > 0
+
+
+def test_memory_that_grows_is_no_sound_run(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    end = LiveNode._end
+
+    def leaking(self: LiveNode, served: Any) -> None:
+        kept.append(np.ones(1 << 20, np.uint8))  # a MiB a batch
+        end(self, served)
+
+    monkeypatch.setattr(LiveNode, "_end", leaking)
+    with pytest.raises(SystemExit, match=r"memory is not flat: it grew by .* MiB"):
+        main(Args(**options))
+
+
+def test_growth_and_slope_of_memory() -> None:
+    time_s = np.arange(100.0)
+    assert memory_growth(time_s, 500 + 0.25 * time_s) == pytest.approx((22.5, 0.25))
+    spike = np.full(100, 500.0)
+    spike[-1] = 900.0
+    assert memory_growth(time_s, spike)[0] == 0
+    assert memory_growth(time_s[:1], spike[:1]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({}, None),
+        ({"rss_growth_mib": GROWTH_LIMIT_MIB}, None),
+        ({"rss_growth_mib": GROWTH_LIMIT_MIB + 1}, "memory is not flat"),
+        ({"wrong_bytes": 1}, "1 bytes served were wrong"),
+        ({"rows_verified": 0}, "nothing was checked"),
+        ({"pages_verified": 0}, "nothing was checked"),
+    ],
+)
+def test_verdict(change: dict[str, float], complaint: str | None) -> None:
+    values = {"wrong_bytes": 0, "rows_verified": 5, "pages_verified": 5, "rss_growth_mib": -3} | change
+    found = verdict({f"live.{name}": Figure(value, "", "lower") for name, value in values.items()})
+    assert (found is None) if complaint is None else (found is not None and complaint in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seconds": float("nan")}, "--seconds must be above 0"),
+        ({"warm_s": 0}, "--warm-s must be above 0"),
+        ({"seconds": 30}, "has 20 s of load"),
+        ({"seconds": 15, "speed": 2.0}, "at speed 2 need more"),
+        ({"json": Path(), "overwrite": True}, "is a folder; name a file"),
+        ({"trace": Path("absent.parquet")}, "absent.parquet does not exist"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main(Args(**(options | change)))
+
+
+def test_a_trace_that_is_too_short_is_refused_with_its_length(options: dict[str, Any], tmp_path: Path) -> None:
+    trace([100.0 * k for k in range(20)]).save(tmp_path / "t.parquet")
+    with pytest.raises(UserError, match=r"t.parquet lasts 1.9 s at speed 1; --warm-s and --seconds ask for 2"):
+        main(Args(**options, trace=tmp_path / "t.parquet"))
+    assert bench_live.__doc__ is not None

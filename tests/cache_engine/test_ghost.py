@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cache_engine import EmbeddingCache, HbmPool
+from cache_engine import EmbeddingCache, HbmPool, KvCache
 from cache_engine.ghost import BIAS, Ghost
 from tests.cache_engine.backends.cpu.test_ghost import zipf
 
@@ -125,3 +125,34 @@ def test_the_sample_follows_the_size_of_the_cache() -> None:
     ghost = Ghost(HbmPool(8, 64, ("emb",), payload=False), "emb", max_pages=8, units_per_page=2**20)
     assert ghost.rate == 4096 / 2**23
     assert ghost.metadata_bytes() < 2**20
+
+
+def test_pages_of_users() -> None:
+    """Users of 1 to 8 pages, returning by Zipf's law: gains of pages found per page asked against caches of the size.
+
+    An extension of a large history evicts several tails, so a cache is no exact LRU of pages.
+    """
+    users = zipf(3, 40_000, 1_000, 0.8)
+    tokens = np.random.default_rng(3).integers(1, 8 * 16, 1_000)
+    asked = -(-tokens // 16)
+    found = {}
+    for owned in (600, 750, 900):
+        pool = HbmPool(1_200, 1_024, ("kv",), payload=False)
+        kv = KvCache(pool, token_bytes=64, ghost=owned == 750)
+        pool.set_goals({"kv": owned}, 1)
+        pool.migrate(owned)
+        hits = 0
+        for at, user in enumerate(users.tolist()):
+            if at == users.size // 2 and kv.ghost is not None:
+                kv.ghost.reset()
+            hit = kv.lookup(user, int(tokens[user]))
+            if at >= users.size // 2:
+                hits += -(-hit // 16)
+            kv.extend(user, int(tokens[user]))
+        found[owned] = hits / asked[users[users.size // 2 :]].sum()
+        if kv.ghost is not None:
+            ghost = kv.ghost
+    assert ghost.rate == 1.0
+    assert ghost.requests == asked[users[users.size // 2 :]].sum()
+    for pages in (150, -150):
+        assert ghost.gain(pages).hits_per_request == pytest.approx(found[750 + pages] - found[750], rel=0.1)

@@ -255,6 +255,25 @@ def test_whatever_happens_to_the_user_during_a_copy_his_prefix_is_right(monkeypa
     check(pool, kv=kv)
 
 
+def test_a_page_lost_before_the_one_on_its_way_takes_that_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """His last page in the pool must leave while the next one is on its way, and the host has no room for it."""
+    pool, kv = build(3, 1)
+    write(pool, kv, 1, 12)
+    write(pool, kv, 2, 4)
+    assert tiers(kv, 1, 2) == [(2, 1), (1, 0)]
+
+    def other() -> None:
+        assert write(pool, kv, 3, 4)
+        check(pool, kv=kv)
+        assert tiers(kv, 1, 2, 3) == [(1, 0), (0, 0), (1, 0)]
+
+    during_copy(pool, monkeypatch, other)
+    assert kv.onboard(1, 12) == 4
+    assert right(pool, kv, 1, 4)
+    assert (kv.host_used, kv.state.scalars[kernels.N_IDLE]) == (0, 1)
+    check(pool, kv=kv)
+
+
 def test_a_copy_that_fails_leaves_the_page_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, kv = build(3, 4)
     write(pool, kv, 1, 12)

@@ -177,6 +177,9 @@ class World:
         )
         assert wrong is None, wrong
 
+    def is_pinned_address(self, address: int) -> bool:
+        return any(low <= address < high for low, high in self._pinned)
+
     def is_pinned(self, array: npt.NDArray[Any]) -> bool:
         start, end = array.ctypes.data, array.ctypes.data + array.nbytes
         return any(low <= start and end <= high for low, high in self._pinned)

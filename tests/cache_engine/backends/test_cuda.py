@@ -20,7 +20,6 @@ from cache_engine.backends.cpu import pool as pools
 from tests.cache_engine.backends import gpu_table
 from tests.cache_engine.backends.conftest import KERNELS
 from tests.cache_engine.backends.host_device import HostDevice, kernel_names
-from tests.cache_engine.backends.local_device import World
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -313,31 +312,6 @@ def test_the_table_of_speeds_measures_what_it_says(emb: cuda.CudaEmbedding) -> N
     assert 0.6 < hits < 0.8
     _, hits = gpu_table.lookups_per_s(emb.device, 4096, 512, seconds=0.01, all_hit=True)
     assert hits > 0.98, "the index, half full, keeps nearly all"
-
-
-def test_the_whole_table_of_speeds_at_a_size_that_is_no_measurement(world: World) -> None:
-    sizes = gpu_table.Sizes(
-        slots=(4096,),
-        batches=(64,),
-        find_batch=256,
-        seconds=0.01,
-        gather_rows=64,
-        table_rows=512,
-        rows_per_page=16,
-        pages=4,
-        foreground=32,
-        foreground_batches=6,
-    )
-    figures = dict(gpu_table.measure(world.device(), 2.039e12, sizes))
-    assert figures["gpu.finds_per_s"].goal == pytest.approx(2.25e9 / 4)
-    assert all(np.isfinite(f.value) for f in figures.values())
-    assert all(f.value > 0 for name, f in figures.items() if name != "gpu.foreground_delay_ms")
-    ratio = figures["gpu.gather_ratio_vs_pinned_copy"]
-    best = max(figures[f"gpu.gather_bytes_per_s.{path}"].value for path in ("zero_copy", "staging"))
-    assert ratio.value == pytest.approx(best / figures["gpu.pinned_copy_bytes_per_s"].value)
-    for name, figure in figures.items():
-        assert gpu_table.line(name, figure).startswith(name)
-    assert not world.mapped
 
 
 def test_the_table_of_speeds_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

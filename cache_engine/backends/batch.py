@@ -34,6 +34,8 @@ def as_numpy(values: Any, what: str) -> Any:
 
 def as_ids(array: Any, what: str) -> npt.NDArray[np.int64]:
     """Return integers of any layout as the int64 array that kernels are compiled for."""
+    if type(array) is np.ndarray and array.ndim == 1 and array.dtype == np.int64 and array.flags.carray:
+        return array  # as it nearly always is: what follows takes several microseconds
     ids = np.asarray(as_numpy(array, f"{what} are"))
     if ids.ndim != 1:
         raise ValueError(f"{what} must be one-dimensional, got shape {ids.shape}")
@@ -48,15 +50,16 @@ def as_ids(array: Any, what: str) -> npt.NDArray[np.int64]:
 def host_batch(ids: Any, tables: Any, table_count: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
     """Return (tables, keys) of a batch; `tables` is one number for all, or one for each id."""
     keys = as_ids(ids, "ids")
-    one = isinstance(tables, (int, np.integer))
-    numbers = as_ids(np.array([tables]) if one else tables, "tables")
-    if not one and numbers.size != keys.size:
+    if isinstance(tables, (int, np.integer)):
+        if not 0 <= tables < table_count:
+            raise ValueError(f"tables must be in [0, {table_count}), got {tables}")
+        return np.full(keys.size, tables, np.int16), keys
+    numbers = as_ids(tables, "tables")
+    if numbers.size != keys.size:
         raise ValueError(f"tables must have one entry per id: {numbers.size} for {keys.size} ids")
     if numbers.size and not (numbers.min() >= 0 and numbers.max() < table_count):
         raise ValueError(f"tables must be in [0, {table_count}), got {numbers.min()}..{numbers.max()}")
-    table = np.empty(keys.size, np.int16)
-    table[:] = numbers
-    return table, keys
+    return numbers.astype(np.int16), keys
 
 
 def check_rows(tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], limits: npt.NDArray[np.int64]) -> None:

@@ -13,6 +13,7 @@ from cache_engine.backends.cpu import embedding as kernels
 from cache_engine.backends.cpu import payload
 from cache_engine.backends.cpu.pool import PoolState
 from cache_engine.backends.protocol import Fetch
+from cache_engine.jit import MOST_BYTES
 
 
 class Done:
@@ -66,7 +67,8 @@ class CpuBackend:
         self._table_count = table_count
         self._row_bytes = row_bytes
         self._limits = np.array([t.shape[0] for t in tables], np.int64)
-        self._scratch = kernels.new_embedding_scratch(1024)
+        self._packed = np.zeros(MOST_BYTES, np.uint8)
+        self._new_scratch(1024)
 
     def batch(self, ids: Any, tables: Any, rows: bool) -> tuple[Any, Any, int]:
         """Check a batch; see `EmbeddingBackend`."""
@@ -92,7 +94,7 @@ class CpuBackend:
         scratch = self._room(n)
         before = self.state.scalars[kernels.NOW]
         try:
-            unique = int(kernels.lookup(self.state, self._pool, scratch, tables, keys, n))
+            unique = int(kernels.lookup_packed(self._packed, tables, keys, n))
             if out is not None:
                 first = scratch.first[:unique]
                 staged = np.empty((unique, self._row_bytes), np.uint8)
@@ -134,7 +136,7 @@ class CpuBackend:
         counters = self.state.counters.copy()
         before = self.state.scalars[kernels.NOW]
         try:
-            unique = int(kernels.lookup(self.state, self._pool, scratch, fetch.tables, fetch.keys, n))
+            unique = int(kernels.lookup_packed(self._packed, fetch.tables, fetch.keys, n))
             if self._tables:
                 self._store(unique, fetch.rows[scratch.first[:unique]])
         except BaseException:
@@ -177,8 +179,12 @@ class CpuBackend:
 
     def _room(self, n: int) -> kernels.EmbeddingScratch:
         if n > self._scratch.slots.size:
-            self._scratch = kernels.new_embedding_scratch(n)
+            self._new_scratch(n)
         return self._scratch
+
+    def _new_scratch(self, n: int) -> None:
+        self._scratch = kernels.new_embedding_scratch(n)
+        kernels.pack(self.state, self._pool, self._scratch, self._packed)
 
     def _store(self, unique: int, staged: npt.NDArray[np.uint8]) -> None:
         slots = self._scratch.miss_slot[:unique]

@@ -37,12 +37,13 @@ from cache_engine.backends.cpu.pool import (
     PoolState,
     abort_drain,
     give_back_page,
+    new_pool_state,
     start_drain,
     surplus,
     take_free_page,
 )
 from cache_engine.hashing import mix2, reduce_range
-from cache_engine.jit import inner, kernel, prefetch, trailing_zeros
+from cache_engine.jit import in_memory, inner, kernel, prefetch, trailing_zeros
 
 LRU = 0
 SIEVE = 1
@@ -246,6 +247,25 @@ def lookup(
     counters[FETCHED] += misses
     counters[BYPASSED] += bypassed
     return misses
+
+
+# The arguments of `lookup`, in one array: see `in_memory`.
+_store, _load = in_memory((new_embedding_state(1, 1, 1, 0, LRU), new_pool_state(1, 1), new_embedding_scratch(1)))
+
+
+@kernel
+def pack(emb: EmbeddingState, pool: PoolState, scratch: EmbeddingScratch, packed: npt.NDArray[np.uint8]) -> None:
+    """Write the arguments of `lookup` into `packed`, uint8 [MOST_BYTES]; the caller keeps them alive."""
+    _store(packed, (emb, pool, scratch))
+
+
+@kernel
+def lookup_packed(
+    packed: npt.NDArray[np.uint8], tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], n: int
+) -> int:
+    """`lookup` with the arguments that `pack` wrote."""
+    emb, pool, scratch = _load(packed)
+    return int(lookup(emb, pool, scratch, tables, keys, n))
 
 
 @inner

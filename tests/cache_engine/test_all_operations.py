@@ -230,7 +230,15 @@ class Engine(RuleBasedStateMachine):
     def kv_onboard(self, which: int, count: int, stale: bool, meanwhile: str, on_page: int) -> None:
         """During the copy of one of the pages, outside the pool's lock, something else happens, or the copy fails."""
         user = list(self.model.host)[which % len(self.model.host)]
-        epoch = self.model.host[user].epoch ^ stale
+        self.onboard(user, count, self.model.host[user].epoch ^ stale, meanwhile, on_page)
+
+    @precondition(lambda self: self.model.host)
+    @rule()
+    def kv_onboard_everybody(self) -> None:
+        for user, run in list(self.model.host.items()):
+            self.onboard(user, run.tokens, run.epoch)
+
+    def onboard(self, user: int, count: int, epoch: int, meanwhile: str = "", on_page: int = 0) -> None:
         assert self.kv.onboardable(user, count, epoch) == self.model.onboardable(user, count, epoch)
         if not self.model.onboardable(user, count, epoch):
             meanwhile = ""

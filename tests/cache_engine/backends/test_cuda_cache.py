@@ -242,24 +242,26 @@ def test_fault_2_nobody_gets_a_page_while_bytes_are_copied_into_it(
     pool.set_goals({"kv": 2}, 0)
     pool.migrate(2)
     assert kv.extend(1, 8)
+    kv.drop(7)  # compiled in advance
+    page = int(kv.pages(1)[0])
     begun, go_on = threading.Event(), threading.Event()
     wait = LocalEvent.wait
 
     def slow(event: LocalEvent) -> None:
         if event.stream.name != "front":
             begun.set()
-            go_on.wait(10)
+            go_on.wait(60)
         wait(event)
 
     monkeypatch.setattr(LocalEvent, "wait", slow)
     steps: list[str] = []
 
     def transfer_in() -> None:
-        pool.write_page(int(kv.pages(1)[0]), np.full(64, 7, np.uint8))
+        pool.write_page(page, np.full(64, 7, np.uint8))
         steps.append("written")
 
     def abort_and_allocate() -> None:
-        begun.wait(10)
+        begun.wait(60)
         kv.drop(1)
         assert kv.extend(2, 8)
         steps.append("allocated")
@@ -267,7 +269,7 @@ def test_fault_2_nobody_gets_a_page_while_bytes_are_copied_into_it(
     threads = [threading.Thread(target=work) for work in (transfer_in, abort_and_allocate)]
     for thread in threads:
         thread.start()
-    begun.wait(10)
+    begun.wait(60)
     time.sleep(0.05)
     assert not steps, "the page is still being written"
     go_on.set()
@@ -275,9 +277,9 @@ def test_fault_2_nobody_gets_a_page_while_bytes_are_copied_into_it(
         thread.join()
     assert sorted(steps) == ["allocated", "written"]
     monkeypatch.undo()
-    for page in kv.pages(2).tolist():
-        pool.write_page(page, np.full(64, 9, np.uint8))
-        assert (host(world, pool.page(page)) == 9).all()
+    for mine in kv.pages(2).tolist():
+        pool.write_page(mine, np.full(64, 9, np.uint8))
+        assert (host(world, pool.page(mine)) == 9).all()
 
 
 # Memory of others

@@ -52,9 +52,12 @@ def test_short_sequences_of_calls_leave_both_backends_the_same(gpu: CupyDevice, 
 
 
 @pytest.mark.parametrize("gather", ["zero-copy", "staging"])
-@pytest.mark.parametrize("seed", range(4))
-def test_long_sequences_of_calls_leave_both_backends_the_same(device: CupyDevice, gather: str, seed: int) -> None:
-    twins = PublicTwins(device, row_bytes=12, gather=gather, max_pages=5)
+@pytest.mark.parametrize("policy", ["sieve", "lru"])
+@pytest.mark.parametrize("seed", range(2))
+def test_long_sequences_of_calls_leave_both_backends_the_same(
+    device: CupyDevice, gather: str, policy: str, seed: int
+) -> None:
+    twins = PublicTwins(device, row_bytes=12, gather=gather, max_pages=5, policy=policy)
     twins.run(random_operations(np.random.default_rng(seed), 150, 200))
 
 
@@ -64,9 +67,9 @@ def test_any_sequence_of_calls_leaves_both_backends_the_same(device: CupyDevice,
     from tests.cache_engine.backends.sequences import programs
 
     @hypothesis.settings(max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-    @hypothesis.given(program=programs)
-    def run(program: list[Any]) -> None:
-        PublicTwins(device, gather=gather, max_pages=4).run(program)
+    @hypothesis.given(program=programs, policy=hypothesis.strategies.sampled_from(["sieve", "lru"]))
+    def run(program: list[Any], policy: str) -> None:
+        PublicTwins(device, gather=gather, max_pages=4, policy=policy).run(program)
 
     run()
 

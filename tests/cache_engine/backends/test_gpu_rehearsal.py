@@ -33,6 +33,7 @@ REHEARSED: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         {"gather": "zero-copy", "row_bytes": 7},
     ),
     (test_gpu_cache.test_short_sequences_of_calls_leave_both_backends_the_same, {"gather": "staging", "row_bytes": 16}),
+    (test_gpu_cache.test_any_sequence_of_calls_leaves_both_backends_the_same, {"gather": "staging"}),
     (test_gpu_cache.test_rows_are_right_while_a_refill_and_resizes_go_on, {"gather": "staging"}),
     (test_gpu_cache.test_pages_are_copied_while_rows_are_looked_up, {}),
     (test_gpu_cache.test_tables_in_memory_that_is_page_locked_or_cannot_be, {}),

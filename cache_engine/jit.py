@@ -94,6 +94,21 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
     return types.none(array, types.intp), generate
 
 
+def _copy_bytes(context: Any, to: Any, to_at: Any, source: Any, source_at: Any, count: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        places = []
+        for array, at, kind in (
+            (arguments[0], arguments[1], signature.args[0]),
+            (arguments[2], arguments[3], signature.args[2]),
+        ):
+            made = context.make_array(kind)(context, builder, array)
+            places.append(builder.gep(made.data, [at]))
+        cgutils.raw_memcpy(builder, *places, arguments[4], 1)
+        return context.get_dummy_value()
+
+    return types.none(to, types.intp, source, types.intp, types.intp), generate
+
+
 def in_memory(example: Any) -> tuple[Any, Any]:
     """Return (store, load), for kernels, of values of the example's type, such as tuples of arrays.
 
@@ -131,5 +146,7 @@ def in_memory(example: Any) -> tuple[Any, Any]:
 # For kernels. numba's stubs give its intrinsics the signature that its compiler calls.
 # prefetch(array, index): begin to fetch the cache line of array[index], to write to it; the index must be in range.
 prefetch: Any = intrinsic(_prefetch)
+# copy_bytes(to, to_at, source, source_at, count): as memcpy, between uint8 arrays [n], C-contiguous, without bounds.
+copy_bytes: Any = intrinsic(_copy_bytes)
 # trailing_zeros(bits): how many zeros end a uint64 that is not zero; a uint64.
 trailing_zeros: Any = numbers.trailing_zeros

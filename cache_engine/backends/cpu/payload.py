@@ -5,21 +5,27 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cache_engine.jit import kernel
+from cache_engine.jit import copy_bytes, inner, kernel, prefetch
 
 Bytes = npt.NDArray[np.uint8]
+
+_AHEAD = 8  # rows
+
+
+@inner
+def _place(slot: int, page_bytes: int, rows_per_page: int, row_bytes: int) -> int:
+    return (slot // rows_per_page) * page_bytes + (slot % rows_per_page) * row_bytes
 
 
 @kernel
 def store_rows(storage: Bytes, page_bytes: int, rows_per_page: int, slots: npt.NDArray[np.int32], rows: Bytes) -> None:
     """Copy rows[r] into slot slots[r] of the pool's bytes; slot -1 is passed over. rows: [m, row_bytes]."""
     row_bytes = rows.shape[1]
+    flat = rows.reshape(-1)
     for r in range(rows.shape[0]):
         slot = slots[r]
         if slot >= 0:
-            at = (slot // rows_per_page) * page_bytes + (slot % rows_per_page) * row_bytes
-            for b in range(row_bytes):
-                storage[at + b] = rows[r, b]
+            copy_bytes(storage, _place(slot, page_bytes, rows_per_page, row_bytes), flat, r * row_bytes, row_bytes)
 
 
 @kernel
@@ -33,13 +39,14 @@ def gather_rows(
     out: Bytes,
 ) -> None:
     """Copy key i's row into out[i]: from its slot, or from staged[miss[i]] where it is served past the cache."""
-    row_bytes = out.shape[1]
-    for i in range(out.shape[0]):
+    n, row_bytes = out.shape
+    to = out.reshape(-1)
+    beside = staged.reshape(-1)
+    for i in range(n):
+        soon = slots[min(i + _AHEAD, n - 1)]
+        prefetch(storage, _place(max(soon, 0), page_bytes, rows_per_page, row_bytes))
         slot = slots[i]
         if slot >= 0:
-            at = (slot // rows_per_page) * page_bytes + (slot % rows_per_page) * row_bytes
-            for b in range(row_bytes):
-                out[i, b] = storage[at + b]
+            copy_bytes(to, i * row_bytes, storage, _place(slot, page_bytes, rows_per_page, row_bytes), row_bytes)
         else:
-            for b in range(row_bytes):
-                out[i, b] = staged[miss[i], b]
+            copy_bytes(to, i * row_bytes, beside, miss[i] * row_bytes, row_bytes)

@@ -20,6 +20,7 @@ THREADS = 256  # of a block; the kernels' launch bounds
 
 _CUDA_MEMORY = (2, 13)  # DLPack's device types of device and managed memory
 _HOST_MEMORY = 1  # cudaMemoryTypeHost
+_MAPPED = 2  # cudaHostRegisterMapped
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
@@ -263,7 +264,7 @@ class CupyDevice:
         start = array.ctypes.data
         with self._device:
             try:
-                runtime.hostRegister(start, array.nbytes, 0 if array.flags.writeable else _READ_ONLY)
+                runtime.hostRegister(start, array.nbytes, _MAPPED | (0 if array.flags.writeable else _READ_ONLY))
             except runtime.CUDARuntimeError:
                 # Page-locked by its owner, as torch's pinned tensors are; or it shares pages with such memory, and
                 # then is not page-locked all along.

@@ -205,13 +205,13 @@ def test_tables_are_page_locked_where_they_lie(runtime: FakeRuntime) -> None:
     table = np.zeros((5, 3), np.int32)
     mapping = device.map(table)
     assert mapping is not None
-    assert runtime.registered == {table.ctypes.data: (60, 0)}
+    assert runtime.registered == {table.ctypes.data: (60, 2)}, "cudaHostRegisterMapped"
     assert mapping.address == table.ctypes.data + 2**40
     mapping.release()
     assert not runtime.registered
     table.flags.writeable = False
     assert device.map(table) is not None
-    assert runtime.registered == {table.ctypes.data: (60, 8)}, "cudaHostRegisterReadOnly"
+    assert runtime.registered == {table.ctypes.data: (60, 2 + 8)}, "cudaHostRegisterReadOnly"
 
 
 def test_memory_that_others_page_locked_is_used_and_left_as_it_is(runtime: FakeRuntime) -> None:

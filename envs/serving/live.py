@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from cache_engine import EmbeddingCache, HbmPool, KvCache, KvLease
 from cache_engine.backends.device import CudaUnavailableError, CupyDevice
-from cache_engine.ghost import Ghost
 from cache_engine.hashing import mix, reduce_range
 from cache_engine.jit import kernel
 from envs.serving import latency, payload
@@ -36,7 +35,6 @@ TABLES = 4
 _EPOCH = 0  # a history whose start slides away is taken to keep it, as in the simulator
 _MAX_REQUEST_ROWS = 1 << 22
 _JOIN_S = 60.0
-_GHOST_ROWS = 8192  # sampled rows that a pool of embeddings alone would hold
 _N_RECENT = 5  # requests, rows asked, rows fetched, rows and pages that 1 % more of the pool would have hit; decayed
 
 
@@ -154,7 +152,6 @@ class LiveNode:
         self._table_of = np.zeros(self._rows.max_rows, np.int16)
         # One buffer for the rows of every request; on a GPU each has its own.
         self._row_bytes = np.zeros((self._rows.max_rows, model.row_bytes), np.uint8) if backend == "cpu" else None
-        self._page = np.zeros(self._page_bytes, np.uint8)
         self._returning = returning(self.trace)
         # As in the simulator: fixed per batch, per FLOP, and what a hit saves by the profile, in ms.
         self._batch_s = compute_scale * hardware.batch_ms * 1e-3
@@ -301,17 +298,14 @@ class LiveNode:
         if isinstance(pool.storage, np.ndarray):
             pool.storage.fill(0)  # the system gives memory at its first use: now, not while requests wait
         most = min(self.pages - 1, math.ceil(scenario.control.alpha_max * self.pages) + 1)
-        self._emb = EmbeddingCache(pool, row_bytes=model.row_bytes, tables=self.tables, max_pages=most)
-        self._kv = KvCache(pool, token_bytes=model.kv_bytes_per_token)
+        self._emb = EmbeddingCache(pool, row_bytes=model.row_bytes, tables=self.tables, max_pages=most, ghost=True)
+        self._kv = KvCache(pool, token_bytes=model.kv_bytes_per_token, ghost=True)
+        self._page = pool.host_memory(self._page_bytes)
         self._revision = 0
         self.set_target(alpha)
         pool.migrate(self.pages)
         self._queue = latency.new_queue_state(self._queue_params, len(self.trace))
         self._waiting: deque[int] = deque()
-        rows = self._rows_per_page
-        rate = min(1.0, _GHOST_ROWS / (self.pages * rows))
-        self._emb_ghost = Ghost(pool, "emb", max_pages=self.pages, units_per_page=rows, rate=rate)
-        self._kv_ghost = Ghost(pool, "kv", max_pages=self.pages, units_per_page=1, rate=1.0)
         self._recent = np.zeros(_N_RECENT)
         self._requests = self._shed = self._refused = 0
         self._rows_verified = self._pages_verified = self._wrong_bytes = self._pages_moved = 0
@@ -332,11 +326,9 @@ class LiveNode:
     def _fill(self) -> None:
         """Fill the embedding cache with the most popular rows, the most popular last."""
         slots = self.pool.owned("emb") * self._rows_per_page
-        keys = np.arange(min(self._rows.strata, slots, TABLES * len(self.tables[0])) - 1, -1, -1, dtype=np.int64)
-        size = max(1024, self._keys.size)
-        for start in range(0, keys.size, size):
-            part = keys[start : start + size]
-            self._emb.lookup(part // TABLES, part % TABLES)
+        rows = np.arange(min(self._rows.strata, slots, TABLES * len(self.tables[0])) - 1, -1, -1, dtype=np.int64)
+        self._emb.refill(rows // TABLES, rows % TABLES)
+        self._emb.advance_refill(wait=True)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -425,12 +417,12 @@ class LiveNode:
         _locate(self._keys, n, ids, tables, TABLES, len(self.tables[0]))
         begun = time.perf_counter_ns()
         found = self._emb.lookup(ids, tables, out=None if self._row_bytes is None else self._row_bytes[:n])
-        hits = int(np.count_nonzero(_on_host(found.hit)))
+        hits = int(np.count_nonzero(self._on_host(found.hit)))
         lookup_ns = time.perf_counter_ns() - begun
         wrong = 0
         if self.verify:
             begun = time.perf_counter_ns()
-            wrong = payload.wrong_row_bytes(_on_host(found.rows), tables, ids)
+            wrong = payload.wrong_row_bytes(self._on_host(found.rows), tables, ids)
             self._verify_ns += time.perf_counter_ns() - begun
 
         with self._lock:
@@ -440,8 +432,6 @@ class LiveNode:
             self._rows_hit += hits
             self._fetched += found.fetched
             self._looked_up += 1
-            self._emb_ghost.feed_rows(tables, ids)
-            self._kv_ghost.feed_run(user, -(-history // self._kv.page_tokens))
             self._queue.window[latency.LINK_BUSY] += lookup_ns
             self._engine_ns += engine_ns + lookup_ns
             self._refused += not kept
@@ -451,6 +441,9 @@ class LiveNode:
         pairs = tokens * (prefix + 0.5 * tokens) + model.candidates * history
         flop = model.flops_per_token * (tokens + model.candidates) + model.flops_per_pair * pairs
         return _Served(i, user, flop * self._flop_s, pages, lease)
+
+    def _on_host(self, array: Any) -> npt.NDArray[Any]:
+        return array if self._device is None else self._device.read(array)
 
     def _end(self, served: list[_Served]) -> None:
         """Check the pages that the batch has used, to the end, and let go of them."""
@@ -531,8 +524,10 @@ class LiveNode:
         percent = 0.01 * self.pages
         gains = []
         with self.pool.lock:  # nothing may move between size and gain
-            for name, ghost in (("emb", self._emb_ghost), ("kv", self._kv_ghost)):
-                step = min(percent, self.pages - self.pool.owned(name))
+            for name, ghost in (("emb", self._emb.ghost), ("kv", self._kv.ghost)):
+                assert ghost is not None
+                # At its most, what 1 % less would lose.
+                step = percent if self.pool.owned(name) + percent <= ghost.max_pages else -percent
                 gains.append(ghost.gain(step).hits_per_request * ghost.requests * percent / step)
                 ghost.reset()
         self._recent *= math.exp(-(now_ns - self.now_ns) * 1e-9 / GHOST_MEMORY_S)
@@ -581,11 +576,6 @@ def _locate(
             row = reduce_range(mix(np.uint64(row)), table_rows) * table_count + row % table_count
         ids[j] = row // table_count
         tables[j] = row % table_count
-
-
-def _on_host(array: Any) -> npt.NDArray[Any]:
-    host: npt.NDArray[Any] = array if isinstance(array, np.ndarray) else array.get()  # of CuPy
-    return host
 
 
 def _at_speed(trace: Trace, speed: float) -> Trace:

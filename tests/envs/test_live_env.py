@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -20,8 +22,10 @@ from gymnasium.utils.env_checker import check_env
 
 import envs
 import train.ppo_base
+from cache_engine.backends.device import kernel_source
 from envs.live_env import HelmLiveEnv
 from envs.serving.live import TABLES
+from envs.serving.matrix_product import MatrixProduct
 from helm_rl import observation
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
@@ -30,6 +34,8 @@ from helm_rl.metrics import SHED_FACTOR, WindowStats
 from helm_rl.observation import ObservationBuilder
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.trace import Trace
+from tests.cache_engine.backends.fake_cupy import FakeCupy
+from tests.cache_engine.backends.local_device import compile_library
 from tests.envs.worlds import scenario, trace
 from train.ppo_base import Args
 
@@ -448,3 +454,26 @@ def test_rows_past_the_tables_share_the_places_of_others(make: Make) -> None:
     env.step(UP)
     assert env.totals.wrong_bytes == 0 < env.totals.rows_verified
     assert [table.shape for table in env.node.tables] == [(64, 64)] * TABLES
+
+
+def test_backend_cuda_serves_right_bytes_on_the_host(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The CUDA kernels compiled for the host, behind what stands in for CuPy: the wiring, not the speed."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ (Debian: apt-get install g++)")
+    source = tmp_path / "all.cu"
+    source.write_text(kernel_source())
+    compile_library(compiler, source, tmp_path / "kernels.so")
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(tmp_path / "kernels.so", source))
+    monkeypatch.setattr("envs.serving.live.MatrixProduct", lambda backend: MatrixProduct("cpu"))
+    small = live(hardware__pool_gib=1 / 4096, hardware__page_kib=4)  # 64 pages of 8 tokens or 64 rows each
+    env = make(small, arrivals(50, 3.0, user=[0, 1, 2] * 20, history=20), backend="cuda", table_rows=256)
+    env.reset(options={"start": 5, "alpha": 0.5})
+    moved = sum(env.step(action)[-1]["window"].moved_pages for action in (UP, UP, DOWN))
+    until(lambda: env.totals.pages_verified > 20)
+    assert env.node.pool.backend == "cuda"
+    assert moved >= 3
+    assert env.totals.rows_verified > 7 * 16 * 4
+    assert env.totals.wrong_bytes == 0

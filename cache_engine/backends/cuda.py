@@ -113,6 +113,7 @@ class CudaEmbedding:
         self.member = member
         self.rows_per_page = rows_per_page
         self._policy = policy
+        self._max_pages = max_pages
         host = cpu.new_embedding_state(pool.owner.size, rows_per_page, max_pages, member, policy)
         self.state = CudaState(*(device.array(a) for a in as_integers(host)))
         self.scratch = self._new_scratch(1024)
@@ -333,6 +334,30 @@ class CudaEmbedding:
         self._send_pages(pages)
         return came
 
+    def start_anew(self) -> None:
+        """Forget all rows, whatever an interrupt left behind: pages are as when they came. Counters stay.
+
+        Pages that leases hold take no rows before they have changed hands.
+        """
+        pool, member, device = self.pool, self.member, self.device
+        host = cpu.new_embedding_state(pool.owner.size, self.rows_per_page, self._max_pages, member, self._policy)
+        owned = pool.lists[member, : pool.owned[member]]
+        fresh = owned[(pool.draining[owned] == 0) & (pool.pins[owned] == 0)]
+        host.fill[owned] = self.rows_per_page
+        host.fill[fresh] = 0
+        host.fresh[: fresh.size] = fresh
+        host.scalars[cpu.N_FRESH] = fresh.size
+        host.scalars[cpu.NOW] = device.read(self.state.scalars)[cpu.NOW]
+        host.counters[:] = device.read(self.state.counters)
+        for array, values in zip(self.state, as_integers(host), strict=True):
+            device.write(array, values)
+        for sent, array, here in zip(self._sent, self._mirror, self._pool_arrays(), strict=True):
+            sent[:] = here
+            device.write(array, sent)
+        self._may_be_stale = False
+        self._n = 0
+        self.published = True
+
     def _pages(self) -> cpu.EmbeddingState:
         """Return on the host what the CPU backend decides about pages by.
 
@@ -380,8 +405,8 @@ class CudaEmbedding:
     def _send_pool(self) -> None:
         for sent, array, here in zip(self._sent, self._mirror, self._pool_arrays(), strict=True):
             if not np.array_equal(sent, here):
+                self.device.write(array, here)
                 sent[:] = here
-                self.device.write(array, sent)
 
     def _batch(self, tables: Any, keys: Any) -> tuple[Any, Any]:
         for array, dtype, name in ((tables, np.int16, "tables"), (keys, np.int64, "keys")):

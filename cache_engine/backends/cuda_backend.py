@@ -132,7 +132,7 @@ class CudaBackend:
     def lookup(self, tables: Any, keys: Any, n: int, out: Any | None) -> tuple[Any, Any, int]:
         """Look up a batch and admit what it misses; see `EmbeddingBackend`."""
         core, device = self._open(), self._device
-        unique = core.lookup(tables, keys)
+        unique = self._look_up(tables, keys)
         try:
             if out is not None:
                 staged = device.empty((unique, self._row_bytes), np.uint8)
@@ -174,7 +174,7 @@ class CudaBackend:
         core, device = self._open(), self._device
         tables, keys = device.array(fetch.tables), device.array(fetch.keys)
         before = device.array(device.read(core.state.counters))
-        unique = core.lookup(tables, keys)
+        unique = self._look_up(tables, keys)
         try:
             if self._payload and unique:
                 chosen = device.empty((unique, self._row_bytes), np.uint8)
@@ -213,11 +213,19 @@ class CudaBackend:
 
     def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
         """Give up at most `budget` pages over the goal."""
-        return self._open().release(budget, now_ns, limit_ns)
+        try:
+            return self._open().release(budget, now_ns, limit_ns)
+        except BaseException:
+            self._open().start_anew()
+            raise
 
     def accept(self, budget: int) -> int:
         """Take at most `budget` FREE pages under the goal."""
-        return self._open().accept(budget)
+        try:
+            return self._open().accept(budget)
+        except BaseException:
+            self._open().start_anew()
+            raise
 
     def metadata_bytes(self) -> int:
         """Bytes of the state; 0 after `close`."""
@@ -232,6 +240,16 @@ class CudaBackend:
         self._core = None
         self._storage = self._arrivals = None
         self._tables.close()
+
+    def _look_up(self, tables: Any, keys: Any) -> int:
+        core = self._open()
+        try:
+            return core.lookup(tables, keys)
+        except BaseException:
+            # In the middle of its launches (an interrupt), where there is nothing whole to go back to.
+            if not core.published:
+                core.start_anew()
+            raise
 
     def _open(self) -> CudaEmbedding:
         assert self._core is not None, "the pool checks that it is open"

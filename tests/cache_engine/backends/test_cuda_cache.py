@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from cache_engine.backends import transfer
 from cache_engine.backends.device import CudaUnavailableError
 from cache_engine.backends.transfer import HostTables
 from tests.cache_engine.backends.host_device import kernel_names
-from tests.cache_engine.backends.local_device import LocalArray, LocalEvent, World
+from tests.cache_engine.backends.local_device import LocalArray, LocalDevice, LocalEvent, World
 from tests.cache_engine.backends.public_twins import Operation, PublicTwins
 from tests.cache_engine.backends.sequences import programs
 
@@ -507,6 +509,62 @@ def test_a_read_that_fails_in_the_middle_of_a_batch_leaves_no_row_behind(world: 
     assert emb.advance_refill() == 0
     found = emb._backend.contains(np.zeros(12, np.int16), np.arange(20, 32))
     assert found.tolist() == [True] * 4 + [False] * 4 + [True] * 4
+
+
+@pytest.mark.parametrize("policy", ["sieve", "lru"])
+def test_an_interrupt_at_any_launch_leaves_a_cache_that_serves(
+    world: World, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """At worst it is empty. What leases hold stays."""
+    pool = HbmPool(6, 64, ("emb", "other"), min_pages=0, backend="cuda", device=world.device())
+    emb = EmbeddingCache(pool, row_bytes=16, tables=[numbers()], gather="staging", policy=policy)
+    pool.set_goals({"emb": 6, "other": 0}, 0)
+    pool.migrate(6)
+    launch = LocalDevice.launch
+    left = [0]
+
+    def interrupted(device: LocalDevice, *arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        launch(device, *arguments)
+
+    monkeypatch.setattr(LocalDevice, "launch", interrupted)
+    revision = itertools.count(1)
+
+    def goals(pages: int) -> None:
+        pool.set_goals({"emb": pages, "other": 6 - pages}, next(revision))
+
+    interrupted_calls: list[int] = []
+    for at in range(1, 20):
+        slots = emb.lookup(np.array([7])).slots
+        held = [emb.lease(slots)] if host(world, slots)[0] >= 0 else []
+        place = int(host(world, slots)[0])
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: emb.lookup(np.arange(30)),
+            lambda: (emb.refill(np.arange(40, 60)), emb.advance_refill(wait=True)),
+            lambda: (goals(4), pool.migrate(2)),
+            lambda: (goals(6), pool.migrate(2)),
+        )
+        for number, call in enumerate(calls):
+            left[0] = at
+            try:
+                call()
+            except KeyboardInterrupt:
+                interrupted_calls.append(number)
+            left[0] = 0
+            if held:
+                page = host(world, pool.page(place // 4)).view(np.int32).reshape(4, 4)
+                assert (page[place % 4] == numbers()[7]).all()
+            keys = np.arange(at, at + 20)
+            assert (host(world, emb.lookup(keys).rows).view(np.int32) == numbers()[keys]).all()
+        for lease in held:
+            lease.release()
+    assert interrupted_calls.count(0) >= 12, "at each of a lookup's launches"
+    assert interrupted_calls.count(1) >= 12, "and of a refill's"
+    assert interrupted_calls.count(2) >= 1
+    emb.lookup(np.array([3]))
+    assert host(world, emb.lookup(np.array([3])).hit).all()
 
 
 def test_after_close_memory_is_gone_and_counters_stay(world: World) -> None:

@@ -255,6 +255,19 @@ def test_whatever_happens_to_the_user_during_a_copy_his_prefix_is_right(monkeypa
     check(pool, kv=kv)
 
 
+def test_the_same_page_does_not_come_twice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, kv = build(4, 8)
+    write(pool, kv, 1, 16)
+    write(pool, kv, 2, 8)
+    found: list[int] = []
+    during_copy(pool, monkeypatch, lambda: found.append(kv.onboard(1, 16)))
+    assert kv.onboard(1, 16) == 16
+    assert found == [8], "who comes second is told what is there, and waits for nobody"
+    assert kv.stats().onboarded == 2
+    assert right(pool, kv, 1, 16)
+    check(pool, kv=kv)
+
+
 def test_a_page_lost_before_the_one_on_its_way_takes_that_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """His last page in the pool must leave while the next one is on its way, and the host has no room for it."""
     pool, kv = build(3, 1)

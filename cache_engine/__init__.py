@@ -2,7 +2,7 @@
 
 from cache_engine.backends.device import CudaUnavailableError
 from cache_engine.embedding import EmbeddingCache, EmbeddingLease, EmbeddingLookup
-from cache_engine.ghost import Gain, Ghost
+from cache_engine.ghost import EmbeddingGhost, Gain, KvGhost
 from cache_engine.kv import KvCache, KvLease
 from cache_engine.pool import HbmPool, Migration, PoolClosedError, PoolStats, TargetStatus
 from cache_engine.stats import EmbeddingStats, KvStats
@@ -10,13 +10,14 @@ from cache_engine.stats import EmbeddingStats, KvStats
 __all__ = [
     "CudaUnavailableError",
     "EmbeddingCache",
+    "EmbeddingGhost",
     "EmbeddingLease",
     "EmbeddingLookup",
     "EmbeddingStats",
     "Gain",
-    "Ghost",
     "HbmPool",
     "KvCache",
+    "KvGhost",
     "KvLease",
     "KvStats",
     "Migration",

@@ -11,10 +11,11 @@ import numpy.typing as npt
 
 from cache_engine.backends.batch import as_rows
 from cache_engine.backends.cpu import embedding as kernels
+from cache_engine.backends.cpu import miniature
 from cache_engine.backends.cpu.backend import CpuBackend
 from cache_engine.backends.cuda_backend import CudaBackend
 from cache_engine.backends.protocol import EmbeddingBackend
-from cache_engine.ghost import Ghost
+from cache_engine.ghost import EmbeddingGhost
 from cache_engine.lease import Lease
 from cache_engine.pool import HbmPool
 from cache_engine.refill import Refill
@@ -73,7 +74,7 @@ class EmbeddingCache:
             copies its keys to the host and waits for that.
 
     Attributes:
-        ghost: the `Ghost` that every lookup feeds; None without.
+        ghost: the `EmbeddingGhost` that every lookup feeds; None without.
     """
 
     def __init__(
@@ -130,7 +131,11 @@ class EmbeddingCache:
                 self._backend.close()
                 raise
             self._refill = Refill(self._backend, row_bytes)
-            self.ghost = Ghost(pool, name, max_pages=most, units_per_page=rows_per_page) if ghost else None
+            self.ghost: EmbeddingGhost | None = None
+            if ghost:
+                self.ghost = EmbeddingGhost(
+                    pool, name, max_pages=most, rows_per_page=rows_per_page, policy=POLICIES[policy]
+                )
             pool.at_close(self._close)
 
     @property
@@ -162,13 +167,10 @@ class EmbeddingCache:
             rows = self._backend.output(n, out)
             self._refill.admit()
             hit, slots, fetched = self._backend.lookup(table, keys, n, rows)
+            if self.ghost is not None:
+                self.ghost.feed(self._hashes(table, keys, n))
             # After this batch's own rows, which would have waited for it.
             self._refill.start()
-            if self.ghost is not None:
-                if self._pool.device is not None:
-                    table = self._backend.on_host(table, "tables").astype(np.int16)
-                    keys = self._backend.on_host(keys, "ids")
-                self.ghost.feed_rows(table, keys)
             return EmbeddingLookup(rows=rows if out is None else out, hit=hit, slots=slots, fetched=fetched)
 
     def refill(self, ids: Any, tables: Any = 0) -> int:
@@ -267,6 +269,15 @@ class EmbeddingCache:
     def metadata_bytes(self) -> int:
         """Bytes of index and slot metadata; they count against the memory budget. 0 when backend "cuda" was closed."""
         return self._backend.metadata_bytes()
+
+    def _hashes(self, table: Any, keys: Any, n: int) -> npt.NDArray[np.uint64]:
+        """Return the hashes of the last batch; the CPU backend has them."""
+        if isinstance(self._backend, CpuBackend):
+            return self._backend.hashes(n)
+        bits = np.empty(n, np.uint64)
+        on_host = self._backend.on_host
+        miniature.hash_keys(on_host(table, "tables").astype(np.int16), on_host(keys, "ids"), bits)
+        return bits
 
     def _close(self) -> None:
         self._refill.close()

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from cache_engine.backends.cpu import kv as kernels
 from cache_engine.backends.cpu import kv_host as tiers
-from cache_engine.ghost import SAMPLE, Ghost
+from cache_engine.ghost import KvGhost
 from cache_engine.integers import int64, integer
 from cache_engine.lease import Lease
 from cache_engine.pool import HbmPool
@@ -45,10 +45,10 @@ class KvCache:
         pool: the pool, in which the cache becomes the member `name`.
         token_bytes: bytes of the keys and values of one token, over all layers.
         host_pages: pages of host memory behind the pool's; 0: what is evicted is lost.
-        ghost: follow users, to tell what other sizes would gain; it takes a new epoch for the old one.
+        ghost: follow users, to tell what other sizes would gain.
 
     Attributes:
-        ghost: the `Ghost` that every lookup feeds, in pages; None without.
+        ghost: the `KvGhost` that every lookup feeds; None without.
     """
 
     def __init__(
@@ -63,10 +63,7 @@ class KvCache:
         self.host_pages = host_pages
         self._pool = pool
         self.state = kernels.new_kv_state(pool.pages, self.page_tokens, pool.member(name))
-        self.ghost: Ghost | None = None
-        if ghost:
-            rate = min(1.0, SAMPLE / pool.pages)
-            self.ghost = Ghost(pool, name, max_pages=pool.pages, units_per_page=1, rate=rate)
+        self.ghost = KvGhost(pool, name) if ghost else None
         self.host: tiers.KvHostState | None = None
         self._host_bytes: npt.NDArray[np.uint8] | None = None  # [host_pages, page_bytes]
         if host_pages:
@@ -85,7 +82,7 @@ class KvCache:
         with self._pool.lock:
             self._pool.check_open()
             if self.ghost is not None:
-                self.ghost.feed_run(user, -(-tokens // self.page_tokens))
+                self.ghost.feed(user, -(-tokens // self.page_tokens))
             if self.host is not None:
                 return int(tiers.lookup_tiers(self.state, self.host, self._pool.state, user, epoch, tokens))
             return int(kernels.lookup(self.state, self._pool.state, user, epoch, tokens))

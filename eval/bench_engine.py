@@ -39,9 +39,9 @@ class Args:
     engine.sieve_error (from libCacheSim's Sieve, the largest);
     resize: engine.resize_hit_drop_{10k,50k}[.{shrink,growth}], engine.resize_p99_ratio, engine.resize_p50_ratio,
     engine.resize_p99_us[.still];
-    ghosts: engine.ghost_gain_error[.<stream>.<pages>.<truth>] (the largest, relative; truths are the engine's
-    policies and exact_lru), engine.ghost_gain_error.<truth>, engine.ghost_within_two_errors[.<truth>],
-    engine.ghost_gain.<stream>.<pages>, engine.ghost_standard_error.<stream>.<pages>,
+    ghosts: engine.ghost_gain_error[.<stream>.<pages>][.<truth>] (relative, the largest where not of one stream; truths
+    are the engine's policies and exact_lru), engine.ghost_within_two_errors.<truth> (share of truths),
+    engine.ghost_gain.<stream>.<pages>.<policy>, engine.ghost_standard_error.<stream>.<pages>.<policy>,
     engine.ghost_cost[.standard_error] (share of a lookup's time);
     memory: engine.ns_per_lookup.<slots>[.{pointer_chase,gather}], engine.share_of_latency_limit.<slots>,
     engine.share_of_gather_limit.<slots> (time of one dependent load, and of one of many under way, over a lookup's);

@@ -116,6 +116,10 @@ class CpuBackend:
                 kernels.retract(self.state, scratch, n)
             raise
 
+    def hashes(self, n: int) -> npt.NDArray[np.uint64]:
+        """Return the hashes of the n keys of the last lookup, valid until the next."""
+        return self._scratch.bits[:n]
+
     def contains(self, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Tell which keys are cached."""
         found = np.zeros(keys.size, np.bool_)

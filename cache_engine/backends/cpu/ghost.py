@@ -18,10 +18,6 @@ from cache_engine.hashing import mix
 from cache_engine.jit import inner, kernel
 
 EMPTY = -1
-_TABLE_SHIFT = np.uint64(48)
-_HALF = np.uint64(32)
-_C1 = np.uint64(0x9E3779B97F4A7C15)
-_C2 = np.uint64(0xBF58476D1CE4E5B9)
 
 # GhostState.counts
 NEXT = 0  # next position in the order of use
@@ -90,42 +86,6 @@ def follow(ghost: GhostState, key: int, weight: float, asked: float) -> None:
 
 
 @kernel
-def sample_rows(
-    threshold: npt.NDArray[np.uint64],
-    tables: npt.NDArray[np.int16],
-    keys: npt.NDArray[np.int64],
-    start: int,
-    sampled: npt.NDArray[np.uint64],
-    n: int,
-) -> int:
-    """Append the hashes below threshold[0] among those of the keys from `start` on to the n in `sampled`.
-
-    Returns n plus the number appended; where `sampled` is full, there may be more: -1 less the key to go on from.
-    """
-    limit = threshold[0]
-    for i in range(start, keys.size):
-        # Half of `mix`, for the high bits are all that the test needs, and it is most of what a ghost costs.
-        bits = (np.uint64(keys[i]) ^ (np.uint64(tables[i]) << _TABLE_SHIFT)) * _C1
-        bits = (bits ^ (bits >> _HALF)) * _C2
-        if bits < limit:
-            if n == sampled.size:
-                return -1 - i
-            sampled[n] = bits
-            n += 1
-    return n
-
-
-@kernel
-def follow_rows(ghost: GhostState, hits: npt.NDArray[np.float64], sampled: npt.NDArray[np.uint64], n: int) -> None:
-    """Follow one use of each of n sampled rows, known by their hashes; row g of `hits`, [G, B], counts a G-th of all.
-
-    G is a power of two.
-    """
-    for i in range(n):
-        _follow(ghost, hits[_group(hits, mix(sampled[i]))], np.int64(sampled[i]), 1.0, 1.0)
-
-
-@kernel
 def follow_runs(
     ghost: GhostState,
     hits: npt.NDArray[np.float64],
@@ -133,20 +93,19 @@ def follow_runs(
     pages: npt.NDArray[np.float64],
     n: int,
 ) -> None:
-    """Follow one use of each of n keys that ask for runs of pages, the sampled ones; `hits` as in `follow_rows`."""
+    """Follow one use of each of n keys that ask for runs of pages, if they are sampled.
+
+    Row g of `hits`, [G, B], counts those of a G-th of all keys; G is a power of two.
+    """
     for i in range(n):
         bits = mix(np.uint64(keys[i]))
         if bits < ghost.threshold[0]:
-            _follow(ghost, hits[_group(hits, bits)], keys[i], pages[i], pages[i])
+            group = np.int64(bits & np.uint64(hits.shape[0] - 1))
+            _follow(ghost, hits[group], keys[i], pages[i], pages[i])
 
 
 @inner
-def _group(hits: npt.NDArray[np.float64], bits: np.uint64) -> np.int64:
-    return np.int64(bits & np.uint64(hits.shape[0] - 1))
-
-
-@inner
-def _follow(ghost: GhostState, hits: npt.NDArray[np.float64], key: int | np.int64, weight: float, asked: float) -> None:
+def _follow(ghost: GhostState, hits: npt.NDArray[np.float64], key: int, weight: float, asked: float) -> None:
     ghost.sums[ASKED] += asked
     at = _find(ghost, key)
     position = ghost.place[at]
@@ -177,7 +136,7 @@ def _follow(ghost: GhostState, hits: npt.NDArray[np.float64], key: int | np.int6
 
 
 @inner
-def _find(ghost: GhostState, key: int | np.int64) -> np.int64:
+def _find(ghost: GhostState, key: int) -> np.int64:
     """Return the key's place in the hash table, or the empty place where it belongs."""
     mask = ghost.place.size - 1
     at = np.int64(mix(mix(np.uint64(key))) & np.uint64(mask))

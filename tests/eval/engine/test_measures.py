@@ -97,14 +97,16 @@ def test_ghosts_are_held_against_caches_of_the_size(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ghosts, "ROWS_PER_PAGE", 32)
     load = Load("zipf", lambda n: zipf(np.random.default_rng(4), n, 60_000, 0.9))
     figures = ghosts.measure_gains([load], 500_000, 2, silent)
-    for pages in ghosts.STEPS:
-        truth = figures[f"engine.ghost_gain.zipf.{pages}"].value
-        assert truth > 0
-        assert abs(figures[f"engine.ghost_gain_error.zipf.{pages}.lru"].value) < 0.5
-    assert figures["engine.ghost_gain_error"].value == max(
-        abs(figures[f"engine.ghost_gain_error.zipf.{pages}.lru"].value) for pages in ghosts.STEPS
-    )
-    assert 0 <= figures["engine.ghost_within_two_errors"].value <= 1
+    worst = 0.0
+    for policy in caches.policies():
+        for pages in ghosts.STEPS:
+            gain = figures[f"engine.ghost_gain.zipf.{pages}.{policy}"].value
+            error = figures[f"engine.ghost_gain_error.zipf.{pages}.{policy}"].value
+            assert gain > 0
+            assert abs(error) < 0.5
+            worst = max(worst, abs(error))
+        assert 0 <= figures[f"engine.ghost_within_two_errors.{policy}"].value <= 1
+    assert figures["engine.ghost_gain_error"].value >= worst
     cost = ghosts.measure_cost(load.make(100_000), "lru", 20, silent)["engine.ghost_cost"].value
     assert -0.5 < cost < 1.0
 

@@ -1,0 +1,72 @@
+"""Kernels of miniatures: embedding caches scaled down, and fed a hashed sample of the keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_engine.backends.cpu import embedding
+from cache_engine.backends.cpu.embedding import EmbeddingScratch, EmbeddingState
+from cache_engine.backends.cpu.pool import PoolState
+from cache_engine.hashing import mix, mix2
+from cache_engine.jit import kernel
+
+
+@kernel
+def hash_keys(tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], out: npt.NDArray[np.uint64]) -> None:
+    """Write the hash of each key, as `EmbeddingScratch.bits` holds it."""
+    for i in range(keys.size):
+        out[i] = mix2(np.uint64(tables[i]), np.uint64(keys[i]))
+
+
+@kernel
+def sample(
+    threshold: npt.NDArray[np.uint64],
+    bits: npt.NDArray[np.uint64],
+    start: int,
+    sampled: npt.NDArray[np.int64],
+    n: int,
+) -> int:
+    """Append the hashes below threshold[0] among those from `start` on to the n in `sampled`.
+
+    Returns n plus the number appended; where `sampled` is full, there may be more: -1 less the position to go on from.
+    """
+    limit = threshold[0]
+    for i in range(start, bits.size):
+        if bits[i] < limit:
+            if n == sampled.size:
+                return -1 - i
+            sampled[n] = np.int64(bits[i])
+            n += 1
+    return n
+
+
+@kernel
+def resize(emb: EmbeddingState, pool: PoolState, slots: int) -> None:
+    """Give a miniature, alone in its pool of one-slot pages, so many of them."""
+    pool.goal[0] = slots
+    embedding.release_pages(emb, pool, pool.owner.size, 0, 0)
+    embedding.accept_pages(emb, pool, pool.owner.size)
+
+
+@kernel
+def follow(
+    emb: EmbeddingState,
+    pool: PoolState,
+    scratch: EmbeddingScratch,
+    tables: npt.NDArray[np.int16],
+    sampled: npt.NDArray[np.int64],
+    n: int,
+    batch: int,
+    hits: npt.NDArray[np.float64],
+) -> None:
+    """Look n sampled keys up, known by their hashes, in batches; hits[g], [G], counts those of a G-th of all keys.
+
+    G is a power of two.
+    """
+    for start in range(0, n, batch):
+        m = min(batch, n - start)
+        embedding.lookup(emb, pool, scratch, tables, sampled[start : start + m], m)
+        for i in range(m):
+            if scratch.miss[i] < 0:
+                hits[np.int64(mix(np.uint64(sampled[start + i])) & np.uint64(hits.size - 1))] += 1.0

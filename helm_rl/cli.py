@@ -47,7 +47,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench env": Command("measuring", "eval.bench_env:main", "simulated requests per second, and where the time goes"),
     "bench live": Command(
-        "measuring", "eval.bench_live:main", "replay a trace in real time on the live engine, and check every byte"
+        "measuring", "eval.bench_live:main", "replay a trace on the live engine, and check every byte"
     ),
     "demo": Command("all of it", "eval.demo:main", "trace, training, export, evaluation and report in one go"),
 }

@@ -258,9 +258,21 @@ class EmbeddingCache:
             refilled=refilled,
         )
 
-    def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
+    def release(self, budget: int, now_ns: int, limit_ns: int, relocate: bool) -> int:
         """Give up at most `budget` pages over the goal (called by the pool)."""
-        return self._backend.release(budget, now_ns, limit_ns)
+        backend = self._backend
+        if not relocate:
+            return backend.release(budget, now_ns, limit_ns)
+        gone = backend.finish_drains(budget, now_ns, limit_ns)
+        while gone < budget:
+            page = backend.drain_coldest(now_ns)
+            if page < 0 or self._pool.state.pins[page] > 0:
+                break
+            rows = backend.visited_rows(page)
+            gone += backend.finish_drains(1, now_ns, limit_ns)
+            for _ in range(2):  # the second time they are found, and marked as hit: another page may take them along
+                backend.admit(rows)
+        return gone
 
     def accept(self, budget: int) -> int:
         """Take at most `budget` FREE pages under the goal (called by the pool)."""

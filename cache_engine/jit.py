@@ -103,7 +103,8 @@ def _copy_bytes(context: Any, to: Any, to_at: Any, source: Any, source_at: Any, 
         ):
             made = context.make_array(kind)(context, builder, array)
             places.append(builder.gep(made.data, [at]))
-        cgutils.raw_memcpy(builder, *places, arguments[4], 1)
+        to_place, source_place = places
+        cgutils.raw_memcpy(builder, to_place, source_place, arguments[4], 1)
         return context.get_dummy_value()
 
     return types.none(to, types.intp, source, types.intp, types.intp), generate

@@ -216,7 +216,7 @@ class KvCache:
         """Pages of the host that hold tokens."""
         return 0 if self.host is None else int(self.host.scalars[kernels.USED])
 
-    def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
+    def release(self, budget: int, now_ns: int, limit_ns: int, relocate: bool) -> int:
         """Give up at most `budget` pages over the goal (called by the pool)."""
         if self.host is not None:
             self._copy_out(tiers.make_surplus_idle, budget)

@@ -55,8 +55,8 @@ class PoolStats:
 class Member(Protocol):
     """A cache that owns pages of the pool."""
 
-    def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
-        """Give up at most `budget` pages over the goal; return how many."""
+    def release(self, budget: int, now_ns: int, limit_ns: int, relocate: bool) -> int:
+        """Give up at most `budget` pages over the goal; return how many. `relocate`: see `HbmPool.migrate`."""
         ...
 
     def accept(self, budget: int) -> int:
@@ -288,12 +288,15 @@ class HbmPool:
             self._outcomes = dict.fromkeys(TargetStatus, 0)
             return PoolStats(**outcomes, granted=granted, taken=taken, aborted=aborted)
 
-    def migrate(self, budget: int, now_ns: int | None = None) -> Migration:
+    def migrate(self, budget: int, now_ns: int | None = None, *, relocate: bool = False) -> Migration:
         """Move at most `budget` pages towards the recorded goals.
 
         Args:
             budget: most pages taken from their owners, and most given, by this call.
             now_ns: the caller's clock, for the time limit of draining; the monotonic clock by default.
+            relocate: an embedding cache first copies a page's rows that were hit to slots of colder rows on other
+                pages, inside the device, and evicts those instead: hits fall less, each page takes longer. It is for
+                large steps at once; in small ones what was evicted comes back by itself.
         """
         budget = min(integer("budget", budget), self.pages)
         if budget < 0:
@@ -305,7 +308,7 @@ class HbmPool:
             aborted = int(self.state.aborted.sum())
             freed = 0
             for cache in caches:
-                freed += cache.release(budget - freed, now, self.drain_limit_ns)
+                freed += cache.release(budget - freed, now, self.drain_limit_ns, relocate)
             granted = 0
             for cache in caches:
                 granted += cache.accept(budget - granted)

@@ -312,16 +312,62 @@ class CudaEmbedding:
             if gone == budget or left == 0:
                 break
         self._send_pages(pages)
-        # The pool calls them FREE already, but nobody can have them before its lock, and no launch comes before these.
+        self._unpublish(np.flatnonzero(pool.generation != generation), filled)
+        return gone
+
+    def finish_drains(self, budget: int, now_ns: int, limit_ns: int) -> int:
+        """Give up draining pages, as the CPU backend's `finish_drains`; return how many."""
+        pool = self.pool
+        if pool.n_draining[self.member] == 0:
+            return 0
+        self._check_published()
+        pages = self._pages()
+        filled = pages.fill.copy()
+        generation = pool.generation.copy()
+        gone = int(cpu.finish_drains(pages, pool, budget, now_ns, limit_ns))
+        self._send_pages(pages)
+        self._unpublish(np.flatnonzero(pool.generation != generation), filled)
+        return gone
+
+    def drain_coldest(self, now_ns: int) -> int:
+        """Begin to drain a page, as the CPU backend's `drain_coldest`; return it, or -1."""
+        if self.pool.owned[self.member] <= self.pool.goal[self.member]:
+            return -1
+        self._check_published()
+        pages = self._pages()
+        self._read_heat(int(pages.scalars[cpu.CURSOR]))
+        page = int(cpu.drain_coldest(pages, self.pool, now_ns))
+        self._send_pages(pages)
+        return page
+
+    def records(self, page: int) -> npt.NDArray[Any]:
+        """Return the records of a page's slots, of ROW, on the host."""
+        n = self.rows_per_page
+        words = self.device.empty(2 * n, np.uint64)
+        self.device.launch("read_records", 2 * n, self.state.row, 2 * n * page, words, 2 * n)
+        return self.device.read(words).view(cpu.ROW)
+
+    def copy_slots(self, storage: Any, page_bytes: int, slots: Any, out: Any) -> None:
+        """Copy the rows of any slots, int32 [n] of the device, into `out`, uint8 [n, row_bytes]."""
+        n = int(slots.size)
+        unit, units = _units(out.shape[1], page_bytes, n)
+        self.device.launch(
+            f"gather_rows_{unit}", n * units, storage, out, slots, slots, out, page_bytes, self.rows_per_page, units, n
+        )
+
+    def _unpublish(self, gone: npt.NDArray[np.intp], filled: npt.NDArray[np.int32]) -> None:
+        """Erase what was on pages that have left.
+
+        The pool calls them FREE already, but nobody can have them before its lock, and no launch comes before these.
+        """
         emb = self.state
-        for page in np.flatnonzero(pool.generation != generation):
+        for page in gone:
             rows = int(filled[page])
             if rows:
                 self._may_be_stale = True
                 self.device.launch(
                     "unpublish_page", rows, emb.index, emb.row, emb.spot, emb.counters, emb.scalars, int(page), rows
                 )
-        return gone
 
     def accept(self, budget: int) -> int:
         """Take at most `budget` FREE pages under the goal, as the CPU backend's `accept_pages`; return how many."""

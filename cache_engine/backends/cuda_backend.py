@@ -219,6 +219,25 @@ class CudaBackend:
             self._open().start_anew()
             raise
 
+    def finish_drains(self, budget: int, now_ns: int, limit_ns: int) -> int:
+        """Give up draining pages whose leases are clear."""
+        return self._open().finish_drains(budget, now_ns, limit_ns)
+
+    def drain_coldest(self, now_ns: int) -> int:
+        """Begin to drain the page to give up next."""
+        return self._open().drain_coldest(now_ns)
+
+    def visited_rows(self, page: int) -> Fetch:
+        """Copy the rows of a page that were hit, on the foreground's stream."""
+        core, device = self._open(), self._device
+        records = core.records(page)
+        chosen = np.flatnonzero(records["live"] & records["visited"]).astype(np.int32)
+        copies = device.empty((chosen.size if self._payload else 0, self._row_bytes), np.uint8)
+        if self._payload and chosen.size:
+            slots = device.array(np.int32(page * core.rows_per_page) + chosen)
+            core.copy_slots(self._storage, self._page_bytes, slots, copies)
+        return Fetch(records["table"][chosen], records["key"][chosen], copies, device.record())
+
     def accept(self, budget: int) -> int:
         """Take at most `budget` FREE pages under the goal."""
         try:

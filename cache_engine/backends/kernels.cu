@@ -659,6 +659,12 @@ KERNEL read_last(const u64* rows, const int* slots, u32* values, i64 n) {
     if (i < n) values[i] = (u32)rows[2 * (i64)slots[i] + 1];
 }
 
+// One thread per word of the records of consecutive slots, for the host.
+KERNEL read_records(const u64* rows, i64 first, u64* out, i64 n) {
+    i64 i = thread_number();
+    if (i < n) out[i] = rows[first + i];
+}
+
 // Rows are copied in units of the widest type that divides them: one thread per unit, `units` a row, neighbours to
 // neighbours. Slot s begins at (s / rows_per_page) * page_bytes + (s % rows_per_page) * row_bytes of the storage.
 template <class Unit>

@@ -365,14 +365,14 @@ class Engine(RuleBasedStateMachine):
             self.outcomes[status.value] += 1
             self.check_goals(before, [emb, kv], status)
 
-    @rule(budget=st.integers(0, PAGES), wait_ns=st.sampled_from([0, 10, DRAIN_LIMIT_NS + 1]))
-    def migrate(self, budget: int, wait_ns: int) -> None:
+    @rule(budget=st.integers(0, PAGES), wait_ns=st.sampled_from([0, 10, DRAIN_LIMIT_NS + 1]), relocate=st.booleans())
+    def migrate(self, budget: int, wait_ns: int, relocate: bool = False) -> None:
         self.now_ns += wait_ns
         state = self.pool.state
         goal, before = state.goal.tolist(), state.owned.tolist()
         pinned = {page for held in self.held for page in held.pages}
         generations = state.generation.copy()
-        done = self.pool.migrate(budget, self.now_ns)
+        done = self.pool.migrate(budget, self.now_ns, relocate=relocate)
         self.count(done)
         after = state.owned.tolist()
         assert done.freed <= budget

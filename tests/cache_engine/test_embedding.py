@@ -210,6 +210,44 @@ def test_a_shrink_by_a_tenth_keeps_hits() -> None:
     assert np.mean(before) - np.mean(after) < 0.03
 
 
+@pytest.mark.parametrize("policy", ["lru", "sieve"])
+def test_relocation_takes_the_rows_that_were_hit_along(policy: str) -> None:
+    """Four of eight pages leave at once; a quarter of the rows on each page were hit, and have room on the others."""
+    rows = table(1000)
+    pool, emb = build(8, 64 * 16, tables=[rows], policy=policy)
+    for start in range(0, 512, 16):
+        emb.lookup(np.arange(start, start + 16))
+    used = np.arange(0, 512, 4)
+    for start in range(0, 128, 16):
+        assert emb.lookup(used[start : start + 16]).hit.all()
+    before = emb.stats()
+    pool.set_goals({"emb": 4}, 1)
+    assert pool.migrate(8, relocate=True).freed == 4
+    check(pool, emb)
+    stats = emb.stats()
+    assert (stats.requested, stats.fetched, stats.link_bytes) == (0, 0, 0), "no request, nothing over the link"
+    answer = emb.lookup(used)
+    assert answer.hit.mean() > 0.85
+    assert answer.rows is not None
+    assert (answer.rows.view(np.int32) == rows[used]).all()
+    assert before.hits == 128
+
+
+def test_relocation_leaves_leased_pages_and_finishes_their_drain_later() -> None:
+    rows = table(100)
+    pool, emb = build(4, tables=[rows])
+    slots = emb.lookup(np.arange(16)).slots
+    assert emb.lookup(np.arange(16)).hit.all()
+    lease = emb.lease(slots)
+    pool.set_goals({"emb": 2}, 1)
+    assert pool.migrate(4, relocate=True).freed == 0
+    assert pool.migrate(4, relocate=True).pinned == 2
+    lease.release()
+    assert pool.migrate(4, relocate=True).freed == 2
+    check(pool, emb)
+    assert (served(emb, np.arange(16)) == rows[:16]).all()
+
+
 def test_rows_on_pages_that_stay_are_hits_after_any_resize() -> None:
     rows = table(200)
     pool, emb = build(10, tables=[rows])

@@ -169,6 +169,25 @@ class CpuBackend:
         """Give up at most `budget` pages over the goal."""
         return int(kernels.release_pages(self.state, self._pool, budget, now_ns, limit_ns))
 
+    def finish_drains(self, budget: int, now_ns: int, limit_ns: int) -> int:
+        """Give up draining pages whose leases are clear."""
+        return int(kernels.finish_drains(self.state, self._pool, budget, now_ns, limit_ns))
+
+    def drain_coldest(self, now_ns: int) -> int:
+        """Begin to drain the page to give up next."""
+        return int(kernels.drain_coldest(self.state, self._pool, now_ns))
+
+    def visited_rows(self, page: int) -> Fetch:
+        """Copy the rows of a page that were hit."""
+        start = page * self._rows_per_page
+        rows = self.state.row[start : start + self._rows_per_page]
+        slots = start + np.flatnonzero(rows["live"] & rows["visited"]).astype(np.int32)
+        copies = np.empty((slots.size if self._tables else 0, self._row_bytes), np.uint8)
+        if self._tables:
+            none = np.empty((0, self._row_bytes), np.uint8)
+            payload.gather_rows(self._storage, self._page_bytes, self._rows_per_page, slots, slots, none, copies)
+        return Fetch(self.state.row["table"][slots], self.state.row["key"][slots], copies, Done())
+
     def accept(self, budget: int) -> int:
         """Take at most `budget` FREE pages under the goal."""
         return int(kernels.accept_pages(self.state, self._pool, budget))

@@ -650,8 +650,21 @@ def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int
     pinned, one more is left draining by each call, until its leases are clear, the goal rises, or `limit_ns` has
     passed.
     """
+    gone = finish_drains(emb, pool, budget, now_ns, limit_ns)
+    while gone < budget:
+        page = drain_coldest(emb, pool, now_ns)
+        if page < 0 or pool.pins[page] > 0:
+            break
+        _unpublish_page(emb, page)
+        give_back_page(pool, page)
+        gone += 1
+    return gone
+
+
+@kernel
+def finish_drains(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int, limit_ns: int) -> int:
+    """Give up draining pages whose leases are clear, at most `budget`; return how many. Others may have to stay."""
     member = emb.scalars[MEMBER]
-    rows_per_page = emb.scalars[ROWS_PER_PAGE]
     gone = 0
     i = 0
     while pool.n_draining[member] > 0 and i < pool.owned[member]:
@@ -660,7 +673,7 @@ def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int
             staying = pool.owned[member] - pool.n_draining[member]
             if staying < pool.goal[member] or now_ns - pool.drain_since[page] > limit_ns:
                 abort_drain(pool, page)
-                if emb.fill[page] < rows_per_page:
+                if emb.fill[page] < emb.scalars[ROWS_PER_PAGE]:
                     emb.fresh[emb.scalars[N_FRESH]] = page
                     emb.scalars[N_FRESH] += 1
             elif pool.pins[page] == 0 and gone < budget:
@@ -669,18 +682,20 @@ def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int
                 gone += 1
                 continue
         i += 1
-    while gone < budget and surplus(pool, member) > 0:
-        page = _coldest_page(emb, pool, member)
-        if page < 0:
-            break
+    return gone
+
+
+@kernel
+def drain_coldest(emb: EmbeddingState, pool: PoolState, now_ns: int) -> int:
+    """Begin to drain the page to give up next, nothing new goes in; return it, or -1 if none is over the goal."""
+    member = emb.scalars[MEMBER]
+    if surplus(pool, member) == 0:
+        return -1
+    page = _coldest_page(emb, pool, member)
+    if page >= 0:
         start_drain(pool, page, now_ns)
         _close_page(emb, page)
-        if pool.pins[page] > 0:
-            break
-        _unpublish_page(emb, page)
-        give_back_page(pool, page)
-        gone += 1
-    return gone
+    return page
 
 
 @inner

@@ -118,16 +118,17 @@ class PublicTwins:
             self.leases.append([self.caches[0].lease(mine.slots), self.caches[1].lease(other.slots)])
 
     def broken_lookup(self, ids: list[int], table: int) -> None:
-        """Look up while no row can be read."""
-        Table.broken = True
-        said = []
+        """Look up while no row can be read; a refill that begins its next copy then tells of it at its next call."""
+        said: list[list[str]] = []
         for cache in self.caches:
-            try:
-                cache.lookup(np.array(ids, np.int64), table)
-                said.append("")
-            except OSError as e:
-                said.append(str(e))
-        Table.broken = False
+            said.append([])
+            Table.broken = True
+            for call, arguments in ((cache.lookup, (np.array(ids, np.int64), table)), (cache.advance_refill, ())):
+                try:
+                    call(*arguments)
+                except OSError as e:
+                    said[-1].append(f"{call.__name__} {e}")
+                Table.broken = False
         assert said[0] == said[1]
 
     def update(self, ids: list[int], table: int, value: int) -> None:
@@ -158,9 +159,10 @@ class PublicTwins:
         for pool in self.pools:
             pool.set_goals({"emb": pages, "kv": pool.pages - pages}, self.revision)
 
-    def migrate(self, budget: int) -> None:
+    def migrate(self, budget: int, relocate: bool = False) -> None:
         self.now_ns += 2
-        assert self.pools[0].migrate(budget, self.now_ns) == self.pools[1].migrate(budget, self.now_ns)
+        one, two = (pool.migrate(budget, self.now_ns, relocate=relocate) for pool in self.pools)
+        assert one == two
 
     def end_lease(self, which: int) -> None:
         if self.leases:
@@ -219,7 +221,7 @@ def random_operations(rng: np.random.Generator, steps: int, batch: int) -> list[
         elif kind == 5:
             program.append(("stats",))
         elif kind == 6:
-            program += [("goal", int(rng.integers(0, 7))), ("migrate", int(rng.integers(0, 7)))]
+            program += [("goal", int(rng.integers(0, 7))), ("migrate", int(rng.integers(0, 7)), bool(rng.integers(2)))]
         else:
             program.append(("end_lease", int(rng.integers(0, 8))))
     return program

@@ -22,10 +22,12 @@ from gymnasium.utils.env_checker import check_env
 
 import envs
 import train.ppo_base
+from cache_engine.backends.cpu import kv
 from cache_engine.backends.device import kernel_source
 from envs.live_env import HelmLiveEnv
 from envs.serving.live import TABLES
 from envs.serving.matrix_product import MatrixProduct
+from envs.serving.node import NodeSim
 from helm_rl import observation
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
@@ -265,6 +267,24 @@ def test_every_kv_page_served_is_checked(make: Make) -> None:
     assert pages >= 2 * 5
     # The damage may have come between the two pages of a check.
     assert 3 * (pages // 2) - (after.wrong_bytes - before.wrong_bytes) in (0, 3)
+
+
+def test_the_kv_cache_finds_and_evicts_what_the_simulators_does(make: Make) -> None:
+    """The same requests at the same split, nothing resized: token for token the same."""
+    small = live(hardware__max_batch=1)
+    rng = np.random.default_rng(1)
+    users, history = rng.integers(0, 8, 60), rng.integers(1, 900, 60)
+    load = trace(np.arange(60) * 10.0, users.tolist(), history.tolist(), np.minimum(history, 40).tolist())
+    env = make(small, load, warm_s=0)
+    env.reset(options={"start": 0, "alpha": 0.9})
+    until(lambda: env.totals.requests == 60)
+    found = env.node._kv.stats()
+    simulated = NodeSim(small, load, alpha=0.9)
+    simulated.run(10**9)
+    names = (kv.REQUESTED, kv.HITS, kv.EXTENDED, kv.EVICTED)
+    expected = [int(simulated._kv.counters[name]) for name in names]
+    assert [found.requested, found.hits, found.extended, found.evicted] == expected
+    assert min(expected) > 20
 
 
 def test_requests_arrive_faster_at_a_higher_speed(make: Make) -> None:

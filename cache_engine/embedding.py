@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from cache_engine.backends.batch import as_rows
 from cache_engine.backends.cpu import embedding as kernels
-from cache_engine.backends.cpu import miniature
 from cache_engine.backends.cpu.backend import CpuBackend
 from cache_engine.backends.cuda_backend import CudaBackend
 from cache_engine.backends.protocol import EmbeddingBackend
@@ -136,6 +135,8 @@ class EmbeddingCache:
                 self.ghost = EmbeddingGhost(
                     pool, name, max_pages=most, rows_per_page=rows_per_page, policy=POLICIES[policy]
                 )
+                if isinstance(self._backend, CpuBackend):
+                    self._backend.sample_below(self.ghost.limit)
             pool.at_close(self._close)
 
     @property
@@ -168,7 +169,7 @@ class EmbeddingCache:
             self._refill.admit()
             hit, slots, fetched = self._backend.lookup(table, keys, n, rows)
             if self.ghost is not None:
-                self.ghost.feed(self._hashes(table, keys, n))
+                self._feed_ghost(self.ghost, table, keys, n)
             # After this batch's own rows, which would have waited for it.
             self._refill.start()
             return EmbeddingLookup(rows=rows if out is None else out, hit=hit, slots=slots, fetched=fetched)
@@ -282,14 +283,12 @@ class EmbeddingCache:
         """Bytes of index and slot metadata; they count against the memory budget. 0 when backend "cuda" was closed."""
         return self._backend.metadata_bytes()
 
-    def _hashes(self, table: Any, keys: Any, n: int) -> npt.NDArray[np.uint64]:
-        """Return the hashes of the last batch; the CPU backend has them."""
+    def _feed_ghost(self, ghost: EmbeddingGhost, table: Any, keys: Any, n: int) -> None:
         if isinstance(self._backend, CpuBackend):
-            return self._backend.hashes(n)
-        bits = np.empty(n, np.uint64)
-        on_host = self._backend.on_host
-        miniature.hash_keys(on_host(table, "tables").astype(np.int16), on_host(keys, "ids"), bits)
-        return bits
+            ghost.feed(self._backend.sample, n)
+        else:
+            on_host = self._backend.on_host
+            ghost.feed_keys(on_host(table, "tables").astype(np.int16), on_host(keys, "ids"))
 
     def _close(self) -> None:
         self._refill.close()

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from cache_engine.backends.cpu import embedding, miniature
 from cache_engine.backends.cpu import ghost as shards
+from cache_engine.backends.cpu.backend import MOST_PENDING
 from cache_engine.backends.cpu.pool import new_pool_state
 from cache_engine.pool import HbmPool
 
@@ -49,6 +50,9 @@ class EmbeddingGhost:
         rows_per_page: rows of a page.
         policy: of the kernels.
         rate: share of the keys that are followed; None: as many as SAMPLE and MOST_RATE allow.
+
+    Attributes:
+        limit: keys whose hash is below are followed.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class EmbeddingGhost:
         self.rows_per_page = rows_per_page
         self._pool = pool
         self._name = name
-        self._threshold = np.array([min(int(self.rate * 2.0**64), 2**64 - 1)], np.uint64)
+        self.limit = min(int(self.rate * 2.0**64), 2**64 - 1)
         most = math.ceil(self.rate * slots * (1 + SMOOTHING)) + 2
         self._caches = [
             (
@@ -71,8 +75,7 @@ class EmbeddingGhost:
             for _ in range(2)
         ]
         self._tables = np.zeros(_BUFFER, np.int16)
-        self._sampled = np.zeros(_BUFFER, np.int64)
-        self._n_sampled = 0
+        self._sample = np.array([self.limit, 0], np.uint64)
         self._hits = np.zeros((2, GROUPS))
         self._asked = 0  # of the sampled keys
         self._requests = 0
@@ -85,17 +88,25 @@ class EmbeddingGhost:
         """Rows asked since the last `reset`."""
         return self._requests
 
-    def feed(self, bits: npt.NDArray[np.uint64]) -> None:
-        """Follow a batch of rows by the hashes [n] that the index has of them (called by the cache)."""
-        self._requests += bits.size
-        self._batch = bits.size
-        n = miniature.sample(self._threshold, bits, 0, self._sampled, self._n_sampled)
-        while n < 0:
-            self._follow(_BUFFER)
-            n = miniature.sample(self._threshold, bits, -1 - n, self._sampled, 0)
-        self._n_sampled = n
-        if n > _BUFFER // 2:
-            self._follow(n)
+    def feed(self, sample: npt.NDArray[np.uint64], n: int) -> None:
+        """Follow a batch of n rows, whose hashes below `limit` are in `sample`, as the kernel's scratch holds them.
+
+        Called by the cache.
+        """
+        self._requests += n
+        self._batch = n
+        self._sample = sample
+        if sample[1] > MOST_PENDING:
+            self._follow()
+
+    def feed_keys(self, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64]) -> None:
+        """Follow a batch of rows, [n] each, given their keys (called by the cache on backend "cuda")."""
+        sample = self._sample
+        if sample.size < 2 + MOST_PENDING + keys.size:
+            sample = np.zeros(2 + MOST_PENDING + keys.size, np.uint64)
+            sample[: self._sample.size] = self._sample
+        miniature.sample_keys(tables, keys, sample)
+        self.feed(sample, keys.size)
 
     def gain(self, pages: float) -> Gain:
         """Return what `pages` more than the cache owns now would have brought since the last `reset`.
@@ -112,7 +123,7 @@ class EmbeddingGhost:
         """
         with self._pool.lock:
             now = _checked_step(pages, self._pool.owned(self._name), self.max_pages)
-            self._follow(self._n_sampled)
+            self._follow()
             if self._requests == 0:
                 return Gain(0.0, math.inf)
             followed = self.rate * self._requests
@@ -129,7 +140,7 @@ class EmbeddingGhost:
     def reset(self) -> None:
         """Begin a new window; the miniatures stay as they are."""
         with self._pool.lock:
-            self._follow(self._n_sampled)
+            self._follow()
             self._hits[:] = 0.0
             self._asked = 0
             self._requests = 0
@@ -140,10 +151,10 @@ class EmbeddingGhost:
             embedding.metadata_bytes(state) + sum(a.nbytes for a in (*pool, *scratch))
             for state, pool, scratch in self._caches
         )
-        return caches + self._tables.nbytes + self._sampled.nbytes + self._hits.nbytes
+        return caches + self._tables.nbytes + self._sample.nbytes + self._hits.nbytes
 
-    def _follow(self, n: int) -> None:
-        """Look up the first n sampled keys, in batches that are as small beside the miniatures as the cache's own."""
+    def _follow(self) -> None:
+        """Look the sampled keys up, in batches as small beside the miniatures as the cache's own, or a 64th of them."""
         owned = self._pool.owned(self._name)
         if owned != self._owned:
             self._owned = owned
@@ -152,12 +163,13 @@ class EmbeddingGhost:
             self._sizes = (smaller, max(smaller + 1, round(slots * (1 + SMOOTHING))))
             for (state, pool, _), size in zip(self._caches, self._sizes, strict=True):
                 miniature.resize(state, pool, size)
-        if n:
-            batch = min(max(1, round(self.rate * self._batch)), _BUFFER)
-            for (state, pool, scratch), hits in zip(self._caches, self._hits, strict=True):
-                miniature.follow(state, pool, scratch, self._tables, self._sampled, n, batch, hits)
+        n = int(self._sample[1])
+        sampled = self._sample[2 : 2 + n].view(np.int64)
+        batch = min(max(round(self.rate * self._batch), self._sizes[0] // 64, 1), _BUFFER)
+        for (state, pool, scratch), hits in zip(self._caches, self._hits, strict=True):
+            miniature.follow(state, pool, scratch, self._tables, sampled, n, batch, hits)
         self._asked += n
-        self._n_sampled = 0
+        self._sample[1] = 0
 
 
 class KvGhost:

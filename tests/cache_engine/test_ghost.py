@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cache_engine import EmbeddingCache, EmbeddingGhost, HbmPool, KvCache, KvGhost
-from cache_engine.backends.cpu import embedding, miniature
+from cache_engine.backends.cpu import embedding
 from tests.cache_engine.backends.cpu.test_ghost import zipf
 
 ROWS = 64  # per page
@@ -20,6 +20,7 @@ def make_cache(pages: int, owned: int, policy: str = "lru", rate: float | None =
     emb = EmbeddingCache(pool, row_bytes=64, tables=3, policy=policy, ghost=True)
     if rate is not None:
         emb.ghost = make_ghost(pool, policy, rate)
+        emb._backend.sample_below(emb.ghost.limit)
     pool.set_goals({"emb": owned}, 1)
     pool.migrate(owned)
     return emb
@@ -47,16 +48,15 @@ def test_samples_err_as_little_and_as_much_as_they_say(policy: str) -> None:
         look_up(emb, warm)
         hits[owned] = look_up(emb, keys)
     pool = make_cache(160, 80, policy)._pool
-    bits = np.empty(keys.size, np.uint64)
+    tables = np.zeros(64, np.int16)
     errors = []
     within = []
     for k in range(20):
         ghost = make_ghost(pool, policy, 0.125)
         for part in (warm, keys):
             ghost.reset()
-            miniature.hash_keys(np.zeros(part.size, np.int16), part + (k << 32), bits)
-            for batch in bits.reshape(-1, 64):
-                ghost.feed(batch)
+            for batch in (part + (k << 32)).reshape(-1, 64):
+                ghost.feed_keys(tables, batch)
         assert ghost.requests == keys.size
         for pages in (8, -8):
             gain = ghost.gain(pages)

@@ -15,6 +15,8 @@ from cache_engine.backends.cpu.pool import PoolState
 from cache_engine.backends.protocol import Fetch
 from cache_engine.jit import MOST_BYTES
 
+MOST_PENDING = 512
+
 
 class Done:
     """The event of rows that have been read."""
@@ -68,6 +70,7 @@ class CpuBackend:
         self._row_bytes = row_bytes
         self._limits = np.array([t.shape[0] for t in tables], np.int64)
         self._packed = np.zeros(MOST_BYTES, np.uint8)
+        self.sample = np.zeros(2, np.uint64)
         self._new_scratch(1024)
 
     def batch(self, ids: Any, tables: Any, rows: bool) -> tuple[Any, Any, int]:
@@ -114,11 +117,16 @@ class CpuBackend:
             # The index was told of rows that may never have come (an I/O error of a mapped file, an interrupt).
             if self.state.scalars[kernels.NOW] != before:
                 kernels.retract(self.state, scratch, n)
+            self.sample[1] = 0  # with those before it, which a sample can spare
             raise
 
-    def hashes(self, n: int) -> npt.NDArray[np.uint64]:
-        """Return the hashes of the n keys of the last lookup, valid until the next."""
-        return self._scratch.bits[:n]
+    def sample_below(self, limit: int) -> None:
+        """Append the hashes below `limit` of all keys looked up to `sample`, as `EmbeddingScratch.sample` holds them.
+
+        The caller takes them out, whenever there are more than MOST_PENDING.
+        """
+        self.sample = np.array([limit, 0], np.uint64)
+        self._new_scratch(self._scratch.slots.size)
 
     def contains(self, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Tell which keys are cached."""
@@ -138,6 +146,7 @@ class CpuBackend:
         n = fetch.keys.size
         scratch = self._room(n)
         counters = self.state.counters.copy()
+        sampled = self.sample[1]
         before = self.state.scalars[kernels.NOW]
         try:
             unique = int(kernels.lookup_packed(self._packed, fetch.tables, fetch.keys, n))
@@ -150,6 +159,7 @@ class CpuBackend:
         finally:
             counters[kernels.EVICTED] = self.state.counters[kernels.EVICTED]
             self.state.counters[:] = counters
+            self.sample[1] = sampled  # nobody asked for these keys
 
     def invalidate(self, tables: Any, keys: Any, n: int) -> int:
         """Forget rows; return how many were cached."""
@@ -206,7 +216,11 @@ class CpuBackend:
         return self._scratch
 
     def _new_scratch(self, n: int) -> None:
-        self._scratch = kernels.new_embedding_scratch(n)
+        if self.sample[0]:
+            pending = self.sample[: 2 + int(self.sample[1])]
+            self.sample = np.zeros(2 + MOST_PENDING + n, np.uint64)
+            self.sample[: pending.size] = pending
+        self._scratch = kernels.new_embedding_scratch(n)._replace(sample=self.sample)
         kernels.pack(self.state, self._pool, self._scratch, self._packed)
 
     def _store(self, unique: int, staged: npt.NDArray[np.uint8]) -> None:

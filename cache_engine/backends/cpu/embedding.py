@@ -139,6 +139,9 @@ class EmbeddingScratch(NamedTuple):
     waiting: npt.NDArray[np.int32]  # [B] unique misses that took an empty entry
     line: npt.NDArray[np.int32]  # [B] of each waiting miss: the index line that tells of its victim, -1: none
     seen: npt.NDArray[np.uint64]  # number of the batch, modulo 2**32, and below it that of the unique miss
+    # [2 + n] hashes of keys asked for, those below sample[0], from the third place on; sample[1] counts them. The
+    # caller takes them out while there is room for a batch of them.
+    sample: npt.NDArray[np.uint64]
 
 
 def new_embedding_state(pages: int, rows_per_page: int, max_pages: int, member: int, policy: int) -> EmbeddingState:
@@ -204,6 +207,7 @@ def new_embedding_scratch(batch: int) -> EmbeddingScratch:
         integers(),
         integers(),
         np.zeros(1 << max(1, (2 * batch - 1).bit_length()), np.uint64),
+        np.zeros(2, np.uint64),
     )
 
 
@@ -343,6 +347,9 @@ def _probe(
     )
     mask = np.uint64(seen.size - 1)
     batch = np.uint64(now) << np.uint64(32)
+    sample = scratch.sample
+    limit = sample[0]
+    n_sampled = np.int64(sample[1])
     n_missed = 0
     misses = 0
     for start in range(0, n, _GROUP):
@@ -350,6 +357,9 @@ def _probe(
         for i in range(start, end):
             bits = mix2(np.uint64(tables[i]), np.uint64(keys[i]))
             hashes[i] = bits
+            if bits < limit:
+                sample[2 + n_sampled] = bits
+                n_sampled += 1
             prefetch(word, reduce_range(bits, sets) * LINE_WORDS)
         for i in range(start, end):
             # The slot of the first entry with the key's tag: nearly always the key's, or there is none.
@@ -389,6 +399,7 @@ def _probe(
             miss[i] = np.int64(seen[at] & _FOUR_BYTES)
             missed[n_missed] = i
             n_missed += 1
+    sample[1] = np.uint64(n_sampled)
     return n_missed, misses
 
 

@@ -13,32 +13,15 @@ from cache_engine.jit import kernel
 
 
 @kernel
-def hash_keys(tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], out: npt.NDArray[np.uint64]) -> None:
-    """Write the hash of each key, as `EmbeddingScratch.bits` holds it."""
+def sample_keys(tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], sample: npt.NDArray[np.uint64]) -> None:
+    """Append the hashes of keys to a sample, as lookups do with `EmbeddingScratch.sample`."""
+    n = np.int64(sample[1])
     for i in range(keys.size):
-        out[i] = mix2(np.uint64(tables[i]), np.uint64(keys[i]))
-
-
-@kernel
-def sample(
-    threshold: npt.NDArray[np.uint64],
-    bits: npt.NDArray[np.uint64],
-    start: int,
-    sampled: npt.NDArray[np.int64],
-    n: int,
-) -> int:
-    """Append the hashes below threshold[0] among those from `start` on to the n in `sampled`.
-
-    Returns n plus the number appended; where `sampled` is full, there may be more: -1 less the position to go on from.
-    """
-    limit = threshold[0]
-    for i in range(start, bits.size):
-        if bits[i] < limit:
-            if n == sampled.size:
-                return -1 - i
-            sampled[n] = np.int64(bits[i])
+        bits = mix2(np.uint64(tables[i]), np.uint64(keys[i]))
+        if bits < sample[0]:
+            sample[2 + n] = bits
             n += 1
-    return n
+    sample[1] = np.uint64(n)
 
 
 @kernel

@@ -287,6 +287,25 @@ def test_the_kv_cache_finds_and_evicts_what_the_simulators_does(make: Make) -> N
     assert min(expected) > 20
 
 
+def test_the_margins_are_those_of_the_simulator(make: Make) -> None:
+    """From other ghosts, over other samples: what 1 % more of the pool would save on the same requests agrees."""
+    small = live(hardware__link_gb_s=0.05)
+    rng = np.random.default_rng(1)
+    users, history = rng.integers(0, 100, 240), rng.integers(100, 900, 240)
+    columns: dict[str, Any] = {"catalogue": 1 << 20, "zipf_items": 0.8}
+    load = trace(np.arange(240) * 5.0, users.tolist(), history.tolist(), np.minimum(history, 40).tolist(), **columns)
+    env = make(small, load, warm_s=0, table_rows=1 << 18, compute_scale=1, verify=False)
+    env.reset(options={"start": 0, "alpha": 0.3})
+    simulated = NodeSim(small, load, alpha=0.3)
+    truncated = False
+    while not truncated:
+        *_, truncated, info = env.step(STAY)
+    window, model = info["window"], simulated.run(info["window"].end_ns)
+    assert window.emb_margin_ms == pytest.approx(model.emb_margin_ms, rel=0.4)
+    assert window.kv_margin_ms == pytest.approx(model.kv_margin_ms, rel=0.5)
+    assert min(model.emb_margin_ms, model.kv_margin_ms) > 1e-3
+
+
 def test_requests_arrive_faster_at_a_higher_speed(make: Make) -> None:
     env = make(trace=arrivals(20, 4.0), speed=4.0)
     assert env.intervals == 9

@@ -22,8 +22,6 @@ from cache_engine.stats import EmbeddingStats
 
 GATHERS = ("auto", "zero-copy", "staging")
 
-POLICIES = {"lru": kernels.LRU, "sieve": kernels.SIEVE}
-
 
 @dataclass(frozen=True)
 class EmbeddingLookup:
@@ -106,8 +104,8 @@ class EmbeddingCache:
             )
         if gather not in GATHERS or (pool.device is None and gather != "auto"):
             raise ValueError(f"gather must be one of {', '.join(GATHERS)}, on backend 'cpu' 'auto'; got {gather!r}")
-        if policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        if policy not in kernels.POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(kernels.POLICIES)}, got {policy!r}")
         self.table_count = tables if isinstance(tables, int) else len(tables)
         if not 1 <= self.table_count <= 2**15 - 1:
             raise ValueError(f"between 1 and {2**15 - 1} tables, got {self.table_count}")
@@ -118,7 +116,15 @@ class EmbeddingCache:
         self._member = pool.member(name)
         with pool.lock:
             pool.check_open()
-            sizes = (pool.page_bytes, rows_per_page, most, self._member, POLICIES[policy], host, self.table_count)
+            sizes = (
+                pool.page_bytes,
+                rows_per_page,
+                most,
+                self._member,
+                kernels.POLICIES[policy],
+                host,
+                self.table_count,
+            )
             self._backend: EmbeddingBackend
             if pool.device is None:
                 self._backend = CpuBackend(pool.state, pool.storage, *sizes, row_bytes)
@@ -133,7 +139,7 @@ class EmbeddingCache:
             self.ghost: EmbeddingGhost | None = None
             if ghost:
                 self.ghost = EmbeddingGhost(
-                    pool, name, max_pages=most, rows_per_page=rows_per_page, policy=POLICIES[policy]
+                    pool, name, max_pages=most, rows_per_page=rows_per_page, policy=kernels.POLICIES[policy]
                 )
                 if isinstance(self._backend, CpuBackend):
                     self._backend.sample_below(self.ghost.limit)

@@ -62,6 +62,7 @@ class HardwareSection(_Section):
     nodes: Annotated[Whole, Field(ge=1, le=4096)] = 1
     queue_bound: Annotated[Whole, Field(ge=1, le=1_000_000)] = 512
     max_batch: Annotated[Whole, Field(ge=1, le=1024)] = 8
+    emb_policy: Literal["sieve", "lru"] = "sieve"
 
 
 class ControlSection(_Section):

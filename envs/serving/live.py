@@ -298,7 +298,14 @@ class LiveNode:
         if isinstance(pool.storage, np.ndarray):
             pool.storage.fill(0)  # the system gives memory at its first use: now, not while requests wait
         most = min(self.pages - 1, math.ceil(scenario.control.alpha_max * self.pages) + 1)
-        self._emb = EmbeddingCache(pool, row_bytes=model.row_bytes, tables=self.tables, max_pages=most, ghost=True)
+        self._emb = EmbeddingCache(
+            pool,
+            row_bytes=model.row_bytes,
+            tables=self.tables,
+            max_pages=most,
+            policy=scenario.hardware.emb_policy,
+            ghost=True,
+        )
         self._kv = KvCache(pool, token_bytes=model.kv_bytes_per_token, ghost=True)
         self._page = pool.host_memory(self._page_bytes)
         self._revision = 0

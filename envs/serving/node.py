@@ -127,7 +127,8 @@ class NodeSim:
         self._pool = pool.new_pool_state(pages, 2)
         self.set_target(alpha)
         most = min(pages - 1, math.ceil(scenario.control.alpha_max * pages) + 1)
-        self._emb = embedding.new_embedding_state(pages, self._sampled_rows, most, EMB, embedding.LRU)
+        policy = embedding.POLICIES[scenario.hardware.emb_policy]
+        self._emb = embedding.new_embedding_state(pages, self._sampled_rows, most, EMB, policy)
         self._kv = kv.new_kv_state(pages, self.page_tokens, KV)
         self._scratch = embedding.new_embedding_scratch(max(1024, self._rows.max_rows))
         self._queue = latency.new_queue_state(self._queue_params, len(trace))

@@ -47,6 +47,7 @@ from cache_engine.jit import in_memory, inner, kernel, prefetch, trailing_zeros
 
 LRU = 0
 SIEVE = 1
+POLICIES = {"lru": LRU, "sieve": SIEVE}
 
 WAYS = 12
 WINDOW = 8

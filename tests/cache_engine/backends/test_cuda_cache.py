@@ -17,8 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cache_engine import EmbeddingCache, EmbeddingStats, HbmPool, KvCache, PoolClosedError, refill
+from cache_engine import EmbeddingCache, EmbeddingGhost, EmbeddingStats, HbmPool, KvCache, PoolClosedError, refill
 from cache_engine.backends import transfer
+from cache_engine.backends.cpu.backend import CpuBackend
+from cache_engine.backends.cpu.embedding import SIEVE
 from cache_engine.backends.device import CudaUnavailableError
 from cache_engine.backends.transfer import HostTables
 from tests.cache_engine.backends.host_device import kernel_names
@@ -688,3 +690,22 @@ def test_the_kv_cache_beside_it(world: World) -> None:
     pool.read_page(int(kv.pages(1)[1]), out)
     assert (out == data).all()
     assert kv.lookup(1, 6) == 6
+
+
+def test_a_ghost_follows_the_same_keys_on_both_backends(world: World) -> None:
+    gains = []
+    for options in ({}, {"backend": "cuda", "device": world.device()}):
+        pool = HbmPool(16, 1024, ("emb",), payload=False, **options)
+        emb = EmbeddingCache(pool, row_bytes=16, tables=2, ghost=True)
+        emb.ghost = ghost = EmbeddingGhost(pool, "emb", max_pages=16, rows_per_page=64, policy=SIEVE, rate=0.5)
+        if isinstance(emb._backend, CpuBackend):
+            emb._backend.sample_below(ghost.limit)
+        pool.set_goals({"emb": 8}, 1)
+        pool.migrate(16)
+        rng = np.random.default_rng(0)
+        for _ in range(100):
+            emb.lookup((2_000 ** rng.random(50)).astype(np.int64), rng.integers(0, 2, 50))
+        assert ghost.requests == 5_000
+        gains += [ghost.gain(4), ghost.gain(-2)]
+    assert gains[:2] == gains[2:]
+    assert gains[0].hits_per_request > 0 > gains[1].hits_per_request

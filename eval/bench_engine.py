@@ -37,8 +37,9 @@ class Args:
     figure itself is the worst of those of at most 1/32), engine.miss_ratio.<slots>.libcachesim_lru;
     policies: engine.policy.<stream>.<slots>.<policy> (fetches per request), engine.policy.mean.<policy>,
     engine.sieve_error (from libCacheSim's Sieve, the largest);
-    resize: engine.resize_hit_drop_{10k,50k}[.{shrink,growth}], engine.resize_p99_ratio, engine.resize_p50_ratio,
-    engine.resize_p99_us[.still];
+    resize: engine.resize_hit_drop_{10k,50k}[.{shrink,growth}], engine.resize_p99_ratio[.with_step] (of batches while
+    pages move, and of batches that wait for all of a step as well), engine.resize_p50_ratio[.with_step],
+    engine.resize_p99_us[.{with_step,still}];
     ghosts: engine.ghost_gain_error[.<stream>.<pages>][.<truth>] (relative, the largest where not of one stream; truths
     are the engine's policies and exact_lru), engine.ghost_within_two_errors.<truth> (share of truths),
     engine.ghost_gain.<stream>.<pages>.<policy>, engine.ghost_standard_error.<stream>.<pages>.<policy>,

@@ -87,8 +87,8 @@ def main(args: Args) -> None:
     table.add_column("goal", justify="right")
     for name, figure in figures.items():
         goal = "" if figure.goal is None else f"{figure.goal:,.0f}"
-        value = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.3g}"
-        table.add_row(name, f"{value} {figure.unit}".rstrip(), goal)
+        shown = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.3g}"
+        table.add_row(name, f"{shown} {figure.unit}".rstrip(), goal)
     console().print(table)
     if args.json is not None:
         write_figures(args.json, figures)

@@ -152,6 +152,7 @@ class LiveNode:
         self._table_of = np.zeros(self._rows.max_rows, np.int16)
         # One buffer for the rows of every request; on a GPU each has its own.
         self._row_bytes = np.zeros((self._rows.max_rows, model.row_bytes), np.uint8) if backend == "cpu" else None
+        _touch(self._keys, self._ids, self._table_of, self._row_bytes)
         self._returning = returning(self.trace)
         # As in the simulator: fixed per batch, per FLOP, and what a hit saves by the profile, in ms.
         self._batch_s = compute_scale * hardware.batch_ms * 1e-3
@@ -184,6 +185,7 @@ class LiveNode:
             raise RuntimeError("the node was closed: make a new one")
         self._shut_down()
         self._start_engine(alpha)
+        self._serve_largest()
         if self._rows.state.content[0] != ITEMS:
             self._fill()
         first, at = np.searchsorted(self.trace.arrival_ns, [start_ns - warm_ns, start_ns])
@@ -295,8 +297,6 @@ class LiveNode:
     def _start_engine(self, alpha: float) -> None:
         scenario, model = self.scenario, self._model
         self._pool = pool = HbmPool(self.pages, self._page_bytes, backend=self.backend, device=self._device)
-        if isinstance(pool.storage, np.ndarray):
-            pool.storage.fill(0)  # the system gives memory at its first use: now, not while requests wait
         most = min(self.pages - 1, math.ceil(scenario.control.alpha_max * self.pages) + 1)
         self._emb = EmbeddingCache(
             pool,
@@ -308,6 +308,8 @@ class LiveNode:
         )
         self._kv = KvCache(pool, token_bytes=model.kv_bytes_per_token, ghost=True)
         self._page = pool.host_memory(self._page_bytes)
+        # The system gives memory at its first use: let that be now, not while requests wait.
+        _touch(pool.storage, *pool.state, *self._emb.state, *self._kv.state)
         self._revision = 0
         self.set_target(alpha)
         pool.migrate(self.pages)
@@ -329,6 +331,13 @@ class LiveNode:
         latency.shed(self._queue, 0)
         self._window_stats(0, 0.5, 0)
         self._shut_down()
+
+    def _serve_largest(self) -> None:
+        """Look up as many rows as the largest request has, and forget them: buffers have grown to their size then."""
+        n = min(self._keys.size, self.pages * self._rows_per_page, TABLES * len(self.tables[0]))
+        rows = np.arange(n - 1, -1, -1, dtype=np.int64)
+        self._emb.lookup(rows // TABLES, rows % TABLES)
+        self._emb.invalidate(rows // TABLES, rows % TABLES)
 
     def _fill(self) -> None:
         """Fill the embedding cache with the most popular rows, the most popular last."""
@@ -583,6 +592,14 @@ def _locate(
             row = reduce_range(mix(np.uint64(row)), table_rows) * table_count + row % table_count
         ids[j] = row // table_count
         tables[j] = row % table_count
+
+
+def _touch(*arrays: Any) -> None:
+    """Write to every byte of the arrays of NumPy among these what it holds already."""
+    for array in arrays:
+        if isinstance(array, np.ndarray):
+            flat = array.reshape(-1).view(np.uint8)
+            np.bitwise_or(flat, 0, out=flat)
 
 
 def _at_speed(trace: Trace, speed: float) -> Trace:

@@ -92,10 +92,10 @@ class EmbeddingCache:
         most = pool.pages if max_pages is None else max_pages
         if not 1 <= most <= pool.pages:
             raise ValueError(f"max_pages must be in [1, {pool.pages}], got {max_pages}")
-        if pool.pages * rows_per_page >= 2**30 or most * rows_per_page >= 3 * 2**28:
+        if pool.pages * rows_per_page > 900_000_000 or most * rows_per_page > 800_000_000:
             raise ValueError(
                 f"the pool holds {pool.pages * rows_per_page} rows, of which the cache can own {most * rows_per_page}; "
-                "it can number fewer than 2**30 of the former and 3 * 2**28 of the latter: raise row_bytes, lower "
+                "it can number 900 million of the former and 800 million of the latter: raise row_bytes, lower "
                 "max_pages or use a smaller pool"
             )
         if pool.payload == isinstance(tables, int):
@@ -109,6 +109,7 @@ class EmbeddingCache:
         self.table_count = tables if isinstance(tables, int) else len(tables)
         if not 1 <= self.table_count <= 2**15 - 1:
             raise ValueError(f"between 1 and {2**15 - 1} tables, got {self.table_count}")
+        self.policy = policy
         self.row_bytes = row_bytes
         self.rows_per_page = rows_per_page
         host = [] if isinstance(tables, int) else [as_rows(t, row_bytes, k) for k, t in enumerate(tables)]
@@ -265,21 +266,11 @@ class EmbeddingCache:
             refilled=refilled,
         )
 
-    def release(self, budget: int, now_ns: int, limit_ns: int, relocate: bool) -> int:
+    def release(self, budget: int, now_ns: int, limit_ns: int, relocate: bool | None) -> int:
         """Give up at most `budget` pages over the goal (called by the pool)."""
-        backend = self._backend
-        if not relocate:
-            return backend.release(budget, now_ns, limit_ns)
-        gone = backend.finish_drains(budget, now_ns, limit_ns)
-        while gone < budget:
-            page = backend.drain_coldest(now_ns)
-            if page < 0 or self._pool.state.pins[page] > 0:
-                break
-            rows = backend.visited_rows(page)
-            gone += backend.finish_drains(1, now_ns, limit_ns)
-            for _ in range(2):  # the second time they are found, and marked as hit: another page may take them along
-                backend.admit(rows)
-        return gone
+        if self.policy == "sieve" if relocate is None else relocate:
+            return self._backend.relocate(budget, now_ns, limit_ns)
+        return self._backend.release(budget, now_ns, limit_ns)
 
     def accept(self, budget: int) -> int:
         """Take at most `budget` FREE pages under the goal (called by the pool)."""

@@ -11,6 +11,7 @@ from cache_engine.backends.cpu import kv as kernels
 from cache_engine.backends.cpu import kv_host as tiers
 from cache_engine.ghost import KvGhost
 from cache_engine.integers import int64, integer
+from cache_engine.jit import MOST_BYTES
 from cache_engine.lease import Lease
 from cache_engine.pool import HbmPool
 from cache_engine.stats import KvStats
@@ -63,6 +64,8 @@ class KvCache:
         self.host_pages = host_pages
         self._pool = pool
         self.state = kernels.new_kv_state(pool.pages, self.page_tokens, pool.member(name))
+        self._packed = np.zeros(MOST_BYTES, np.uint8)
+        kernels.pack(self.state, pool.state, self._packed)
         self.ghost = KvGhost(pool, name) if ghost else None
         self.host: tiers.KvHostState | None = None
         self._host_bytes: npt.NDArray[np.uint8] | None = None  # [host_pages, page_bytes]
@@ -85,7 +88,7 @@ class KvCache:
                 self.ghost.feed(user, -(-tokens // self.page_tokens))
             if self.host is not None:
                 return int(tiers.lookup_tiers(self.state, self.host, self._pool.state, user, epoch, tokens))
-            return int(kernels.lookup(self.state, self._pool.state, user, epoch, tokens))
+            return int(kernels.lookup_packed(self._packed, user, epoch, tokens))
 
     def onboardable(self, user: int, tokens: int, epoch: int = 0) -> int:
         """Return how many of the first `tokens` tokens `onboard` could add to what the pool has; changes nothing."""
@@ -148,7 +151,7 @@ class KvCache:
         with self._pool.lock:
             self._pool.check_open()
             if self.host is None:
-                return bool(kernels.extend(self.state, self._pool.state, user, epoch, tokens))
+                return bool(kernels.extend_packed(self._packed, user, epoch, tokens))
             self._copy_out(tiers.make_room, user, epoch, tokens)
             return bool(tiers.extend_tiers(self.state, self.host, self._pool.state, user, epoch, tokens))
 
@@ -216,7 +219,7 @@ class KvCache:
         """Pages of the host that hold tokens."""
         return 0 if self.host is None else int(self.host.scalars[kernels.USED])
 
-    def release(self, budget: int, now_ns: int, limit_ns: int, relocate: bool) -> int:
+    def release(self, budget: int, now_ns: int, limit_ns: int, relocate: bool | None) -> int:
         """Give up at most `budget` pages over the goal (called by the pool)."""
         if self.host is not None:
             self._copy_out(tiers.make_surplus_idle, budget)

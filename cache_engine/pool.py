@@ -55,7 +55,7 @@ class PoolStats:
 class Member(Protocol):
     """A cache that owns pages of the pool."""
 
-    def release(self, budget: int, now_ns: int, limit_ns: int, relocate: bool) -> int:
+    def release(self, budget: int, now_ns: int, limit_ns: int, relocate: bool | None) -> int:
         """Give up at most `budget` pages over the goal; return how many. `relocate`: see `HbmPool.migrate`."""
         ...
 
@@ -288,15 +288,16 @@ class HbmPool:
             self._outcomes = dict.fromkeys(TargetStatus, 0)
             return PoolStats(**outcomes, granted=granted, taken=taken, aborted=aborted)
 
-    def migrate(self, budget: int, now_ns: int | None = None, *, relocate: bool = False) -> Migration:
+    def migrate(self, budget: int, now_ns: int | None = None, *, relocate: bool | None = None) -> Migration:
         """Move at most `budget` pages towards the recorded goals.
 
         Args:
             budget: most pages taken from their owners, and most given, by this call.
             now_ns: the caller's clock, for the time limit of draining; the monotonic clock by default.
-            relocate: an embedding cache first copies a page's rows that were hit to slots of colder rows on other
-                pages, inside the device, and evicts those instead: hits fall less, each page takes longer. It is for
-                large steps at once; in small ones what was evicted comes back by itself.
+            relocate: an embedding cache moves a page's rows that were hit to slots of colder rows on other pages,
+                inside the device, and evicts those instead: hits fall less, each page takes longer. None: under policy
+                SIEVE alone, which learns over millions of requests and has much to lose; under LRU what was evicted
+                comes back by itself.
         """
         budget = min(integer("budget", budget), self.pages)
         if budget < 0:
@@ -304,29 +305,35 @@ class HbmPool:
         with self.lock:
             self.check_open()
             now = time.monotonic_ns() if now_ns is None else int64("now_ns", now_ns)
-            caches = [cache for cache in self._caches if cache is not None]
-            aborted = int(self.state.aborted.sum())
+            # Lists, for NumPy takes longer over two numbers than the pages take to move.
+            state = self.state
+            aborted = sum(state.aborted.tolist())
             freed = 0
-            for cache in caches:
-                freed += cache.release(budget - freed, now, self.drain_limit_ns, relocate)
+            for cache, owned, goal, draining in zip(
+                self._caches, state.owned.tolist(), state.goal.tolist(), state.n_draining.tolist(), strict=True
+            ):
+                if cache is not None and (owned > goal or draining):
+                    freed += cache.release(budget - freed, now, self.drain_limit_ns, relocate)
             granted = 0
-            for cache in caches:
-                granted += cache.accept(budget - granted)
+            for cache, owned, goal in zip(self._caches, state.owned.tolist(), state.goal.tolist(), strict=True):
+                if cache is not None and owned < goal:
+                    granted += cache.accept(budget - granted)
             return Migration(
                 freed=freed,
                 granted=granted,
                 backlog=self.backlog,
-                pinned=int(self.state.n_draining.sum()),
-                aborted=int(self.state.aborted.sum()) - aborted,
+                pinned=sum(state.n_draining.tolist()),
+                aborted=sum(state.aborted.tolist()) - aborted,
             )
 
     @property
     def backlog(self) -> int:
         """Pages still to move before every member has its goal."""
         with self.lock:
-            over = np.maximum(self.state.owned - self.state.goal, 0).sum()
-            under = np.maximum(self.state.goal - self.state.owned, 0).sum()
-            return int(max(over, under))
+            missing = [
+                goal - owned for goal, owned in zip(self.state.goal.tolist(), self.state.owned.tolist(), strict=True)
+            ]
+            return max(sum(n for n in missing if n > 0), -sum(n for n in missing if n < 0))
 
     @property
     def alpha(self) -> float:

@@ -221,12 +221,12 @@ class CudaEmbedding:
         if not self._may_be_stale:
             return
         emb, device = self.state, self.device
-        scalars = device.read(emb.scalars)
-        entries = scalars[cpu.COUNT : cpu.COUNT + 2].sum()
-        if entries == scalars[cpu.QUEUED : cpu.QUEUED + 2].sum():
+        pages = self._pages()
+        entries = pages.scalars[cpu.COUNT : cpu.COUNT + 2].sum()
+        if entries == pages.scalars[cpu.QUEUED : cpu.QUEUED + 2].sum():
             self._may_be_stale = False
-        elif entries + n > scalars[cpu.ROOM]:
-            host = self._pages()._replace(scalars=scalars, queue=device.read(emb.queue), spot=device.read(emb.spot))
+        elif entries + cpu.unfilled_slots(pages, n) > pages.scalars[cpu.ROOM]:
+            host = pages._replace(queue=device.read(emb.queue), spot=device.read(emb.spot))
             cpu.compact_queues(host)
             for name in ("scalars", "queue", "spot"):
                 device.write(getattr(emb, name), getattr(host, name))

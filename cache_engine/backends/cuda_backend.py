@@ -172,9 +172,15 @@ class CudaBackend:
     def admit(self, fetch: Fetch) -> None:
         """Admit the rows of a fetch; see `EmbeddingBackend`."""
         core, device = self._open(), self._device
-        tables, keys = device.array(fetch.tables), device.array(fetch.keys)
         before = device.array(device.read(core.state.counters))
-        unique = self._look_up(tables, keys)
+        try:
+            self._admit(fetch)
+        finally:
+            device.launch("uncount", 1, core.state.counters, before, cpu.N_COUNTERS)
+
+    def _admit(self, fetch: Fetch) -> None:
+        core, device = self._open(), self._device
+        unique = self._look_up(device.array(fetch.tables), device.array(fetch.keys))
         try:
             if self._payload and unique:
                 chosen = device.empty((unique, self._row_bytes), np.uint8)
@@ -188,8 +194,6 @@ class CudaBackend:
         except BaseException:
             core.retract()
             raise
-        finally:
-            device.launch("uncount", 1, core.state.counters, before, cpu.N_COUNTERS)
 
     def invalidate(self, tables: Any, keys: Any, n: int) -> int:
         """Forget rows; return how many were cached."""
@@ -219,15 +223,26 @@ class CudaBackend:
             self._open().start_anew()
             raise
 
-    def finish_drains(self, budget: int, now_ns: int, limit_ns: int) -> int:
-        """Give up draining pages whose leases are clear."""
-        return self._open().finish_drains(budget, now_ns, limit_ns)
+    def relocate(self, budget: int, now_ns: int, limit_ns: int) -> int:
+        """Give up at most `budget` pages, their rows that were hit moving to others; see the CPU backend's kernel."""
+        core, device = self._open(), self._device
+        gone = core.finish_drains(budget, now_ns, limit_ns)
+        while gone < budget:
+            page = core.drain_coldest(now_ns)
+            if page < 0 or core.pool.pins[page] > 0:
+                break
+            rows = self._visited_rows(page)
+            gone += core.finish_drains(1, now_ns, limit_ns)
+            for _ in range(2):
+                before = device.read(core.state.counters)
+                self._admit(rows)
+                after = device.read(core.state.counters)
+                came = after - before
+                before[cpu.EVICTED] = after[cpu.EVICTED] - (came[cpu.FETCHED] - came[cpu.BYPASSED])
+                device.write(core.state.counters, before)
+        return gone
 
-    def drain_coldest(self, now_ns: int) -> int:
-        """Begin to drain the page to give up next."""
-        return self._open().drain_coldest(now_ns)
-
-    def visited_rows(self, page: int) -> Fetch:
+    def _visited_rows(self, page: int) -> Fetch:
         """Copy the rows of a page that were hit, on the foreground's stream."""
         core, device = self._open(), self._device
         records = core.records(page)

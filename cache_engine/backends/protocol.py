@@ -77,16 +77,8 @@ class EmbeddingBackend(Protocol):
         """Give up at most `budget` pages over the goal."""
         ...
 
-    def finish_drains(self, budget: int, now_ns: int, limit_ns: int) -> int:
-        """Give up at most `budget` draining pages whose leases are clear; return how many."""
-        ...
-
-    def drain_coldest(self, now_ns: int) -> int:
-        """Begin to drain the page to give up next; return it, or -1 if none is over the goal."""
-        ...
-
-    def visited_rows(self, page: int) -> Fetch:
-        """Copy the rows of a page that were hit since they came (SIEVE: since the hand passed), to admit them anew."""
+    def relocate(self, budget: int, now_ns: int, limit_ns: int) -> int:
+        """As `release`, but rows that were hit move to other pages (see the CPU backend's `relocate_pages`)."""
         ...
 
     def accept(self, budget: int) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine.backends.cpu import embedding, ghost, kv
-from cache_engine.backends.cpu.embedding import EmbeddingScratch, EmbeddingState
+from cache_engine.backends.cpu.embedding import EmbeddingScratch, EmbeddingState, MovingRows
 from cache_engine.backends.cpu.ghost import GhostState
 from cache_engine.backends.cpu.kv import KvState
 from cache_engine.backends.cpu.pool import PoolState
@@ -61,6 +61,7 @@ class NodeState(NamedTuple):
     fetch_rate: npt.NDArray[np.float64]  # [2] the same for rows fetched, one for all copies of a row in a request
     keys: npt.NDArray[np.int64]  # [B]
     tables: npt.NDArray[np.int16]  # [B] zeros
+    moving: MovingRows  # of a page
     arrival_ns: npt.NDArray[np.int64]  # [n]
     user: npt.NDArray[np.int64]  # [n]
     phase: npt.NDArray[np.int32]  # [n]
@@ -90,17 +91,19 @@ def run(
         now = node.arrival_ns[i] if i < n else until_ns
         if now >= until_ns:
             break
-        _migrate_until(node, pool, emb, kvs, now)
+        _migrate_until(node, pool, emb, scratch, kvs, now)
         latency.advance(queue, node.arrival_ns, now)
         _serve(node, queue, rows, pool, emb, scratch, kvs, emb_ghost, kv_ghost, i)
         i += 1
     clocks[NEXT_REQUEST] = i
-    _migrate_until(node, pool, emb, kvs, until_ns)
+    _migrate_until(node, pool, emb, scratch, kvs, until_ns)
     latency.advance(queue, node.arrival_ns, until_ns)
 
 
 @inner
-def _migrate_until(node: NodeState, pool: PoolState, emb: EmbeddingState, kvs: KvState, now_ns: int) -> None:
+def _migrate_until(
+    node: NodeState, pool: PoolState, emb: EmbeddingState, scratch: EmbeddingScratch, kvs: KvState, now_ns: int
+) -> None:
     """Move pages on every tick up to `now_ns`, at most the budget on each; the same steps as `HbmPool.migrate`."""
     clocks = node.clocks
     window = node.window
@@ -115,7 +118,12 @@ def _migrate_until(node: NodeState, pool: PoolState, emb: EmbeddingState, kvs: K
         window[BUDGET] += node.params[PAGES_PER_TICK]
         budget = np.int64(window[BUDGET])
         window[BUDGET] -= budget
-        freed = embedding.release_pages(emb, pool, budget, tick, _DRAIN_LIMIT_NS)
+        if emb.scalars[embedding.POLICY] == embedding.SIEVE:
+            freed = embedding.relocate_pages(
+                emb, pool, scratch, node.moving, node.moving.rows, 0, 0, budget, tick, _DRAIN_LIMIT_NS
+            )
+        else:
+            freed = embedding.release_pages(emb, pool, budget, tick, _DRAIN_LIMIT_NS)
         kv.release_pages(kvs, pool, budget - freed)
         granted = embedding.accept_pages(emb, pool, budget)
         granted += kv.accept_pages(kvs, pool, budget - granted)

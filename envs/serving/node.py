@@ -130,7 +130,7 @@ class NodeSim:
         policy = embedding.POLICIES[scenario.hardware.emb_policy]
         self._emb = embedding.new_embedding_state(pages, self._sampled_rows, most, EMB, policy)
         self._kv = kv.new_kv_state(pages, self.page_tokens, KV)
-        self._scratch = embedding.new_embedding_scratch(max(1024, self._rows.max_rows))
+        self._scratch = embedding.new_embedding_scratch(max(1024, self._rows.max_rows, self._sampled_rows))
         self._queue = latency.new_queue_state(self._queue_params, len(trace))
         self._emb_ghost = ghost.new_ghost_state(
             self._ghost_rate, 16_384, float(pages * self._sampled_rows), _GHOST_BUCKETS
@@ -153,6 +153,7 @@ class NodeSim:
             np.zeros(2),
             np.zeros(size, np.int64),
             np.zeros(size, np.int16),
+            embedding.new_moving_rows(self._sampled_rows, 0),
             trace.arrival_ns,
             trace.user,
             trace.phase,

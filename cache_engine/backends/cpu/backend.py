@@ -71,7 +71,8 @@ class CpuBackend:
         self._limits = np.array([t.shape[0] for t in tables], np.int64)
         self._packed = np.zeros(MOST_BYTES, np.uint8)
         self.sample = np.zeros(2, np.uint64)
-        self._new_scratch(1024)
+        self._moving = kernels.new_moving_rows(rows_per_page, row_bytes if tables else 0)
+        self._new_scratch(max(1024, rows_per_page))
 
     def batch(self, ids: Any, tables: Any, rows: bool) -> tuple[Any, Any, int]:
         """Check a batch; see `EmbeddingBackend`."""
@@ -177,30 +178,21 @@ class CpuBackend:
 
     def release(self, budget: int, now_ns: int, limit_ns: int) -> int:
         """Give up at most `budget` pages over the goal."""
-        return int(kernels.release_pages(self.state, self._pool, budget, now_ns, limit_ns))
+        return int(kernels.release_packed(self._packed, budget, now_ns, limit_ns))
 
-    def finish_drains(self, budget: int, now_ns: int, limit_ns: int) -> int:
-        """Give up draining pages whose leases are clear."""
-        return int(kernels.finish_drains(self.state, self._pool, budget, now_ns, limit_ns))
-
-    def drain_coldest(self, now_ns: int) -> int:
-        """Begin to drain the page to give up next."""
-        return int(kernels.drain_coldest(self.state, self._pool, now_ns))
-
-    def visited_rows(self, page: int) -> Fetch:
-        """Copy the rows of a page that were hit."""
-        start = page * self._rows_per_page
-        rows = self.state.row[start : start + self._rows_per_page]
-        slots = start + np.flatnonzero(rows["live"] & rows["visited"]).astype(np.int32)
-        copies = np.empty((slots.size if self._tables else 0, self._row_bytes), np.uint8)
-        if self._tables:
-            none = np.empty((0, self._row_bytes), np.uint8)
-            payload.gather_rows(self._storage, self._page_bytes, self._rows_per_page, slots, slots, none, copies)
-        return Fetch(self.state.row["table"][slots], self.state.row["key"][slots], copies, Done())
+    def relocate(self, budget: int, now_ns: int, limit_ns: int) -> int:
+        """Give up at most `budget` pages, their rows that were hit moving to others."""
+        storage = self._storage if self._tables else self._moving.rows
+        row_bytes = self._row_bytes if self._tables else 0
+        return int(
+            kernels.relocate_packed(
+                self._packed, self._moving, storage, self._page_bytes, row_bytes, budget, now_ns, limit_ns
+            )
+        )
 
     def accept(self, budget: int) -> int:
         """Take at most `budget` FREE pages under the goal."""
-        return int(kernels.accept_pages(self.state, self._pool, budget))
+        return int(kernels.accept_packed(self._packed, budget))
 
     def metadata_bytes(self) -> int:
         """Bytes of the state."""

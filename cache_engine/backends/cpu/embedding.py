@@ -43,7 +43,7 @@ from cache_engine.backends.cpu.pool import (
     take_free_page,
 )
 from cache_engine.hashing import mix2, reduce_range
-from cache_engine.jit import in_memory, inner, kernel, prefetch, trailing_zeros
+from cache_engine.jit import copy_bytes, in_memory, inner, kernel, prefetch, trailing_zeros
 
 LRU = 0
 SIEVE = 1
@@ -67,6 +67,7 @@ FIRST_SLOT = 4  # of a line's integers
 # Keys that are hashed, then looked for, then served together: enough to overlap the memory's latency.
 _GROUP = 32
 _AHEAD = 8  # entries of a queue, rows of a page
+_SLACK = 8  # a queue has room for a slack-th more than all slots, lest entries of pages that left crowd it soon
 
 _EACH_BYTE = np.uint64(0x0101010101010101)
 _HIGH_BITS = np.uint64(0x8080808080808080)
@@ -145,11 +146,28 @@ class EmbeddingScratch(NamedTuple):
     sample: npt.NDArray[np.uint64]
 
 
+class MovingRows(NamedTuple):
+    """Room for the rows of a page, R, on their way to others."""
+
+    tables: npt.NDArray[np.int16]  # [R]
+    keys: npt.NDArray[np.int64]  # [R]
+    rows: npt.NDArray[np.uint8]  # [R * row bytes]
+
+
+def new_moving_rows(rows_per_page: int, row_bytes: int) -> MovingRows:
+    """Return room for a page's rows; row_bytes 0: for metadata alone."""
+    return MovingRows(
+        np.zeros(rows_per_page, np.int16),
+        np.zeros(rows_per_page, np.int64),
+        np.zeros(rows_per_page * row_bytes, np.uint8),
+    )
+
+
 def new_embedding_state(pages: int, rows_per_page: int, max_pages: int, member: int, policy: int) -> EmbeddingState:
     """Return an empty cache whose index is at most half full when the member has `max_pages` pages."""
     slots = pages * rows_per_page
     sets = max(1, -(-2 * max_pages * rows_per_page // WAYS))
-    queued = slots if policy == SIEVE else 0
+    queued = slots + slots // _SLACK if policy == SIEVE else 0
     scalars = np.zeros(N_SCALARS, np.int64)
     scalars[SETS] = sets
     scalars[ROWS_PER_PAGE] = rows_per_page
@@ -254,13 +272,13 @@ def lookup(
     return misses
 
 
-# The arguments of `lookup`, in one array: see `in_memory`.
+# The state that Python hands over at each call, in one array: see `in_memory`.
 _store, _load = in_memory((new_embedding_state(1, 1, 1, 0, LRU), new_pool_state(1, 1), new_embedding_scratch(1)))
 
 
 @kernel
 def pack(emb: EmbeddingState, pool: PoolState, scratch: EmbeddingScratch, packed: npt.NDArray[np.uint8]) -> None:
-    """Write the arguments of `lookup` into `packed`, uint8 [MOST_BYTES]; the caller keeps them alive."""
+    """Write what the `*_packed` kernels need into `packed`, uint8 [MOST_BYTES]; the caller keeps the arrays alive."""
     _store(packed, (emb, pool, scratch))
 
 
@@ -271,6 +289,36 @@ def lookup_packed(
     """`lookup` with the arguments that `pack` wrote."""
     emb, pool, scratch = _load(packed)
     return int(lookup(emb, pool, scratch, tables, keys, n))
+
+
+@kernel
+def release_packed(packed: npt.NDArray[np.uint8], budget: int, now_ns: int, limit_ns: int) -> int:
+    """`release_pages` with the state that `pack` wrote."""
+    emb, pool, _ = _load(packed)
+    return int(release_pages(emb, pool, budget, now_ns, limit_ns))
+
+
+@kernel
+def relocate_packed(
+    packed: npt.NDArray[np.uint8],
+    moving: MovingRows,
+    storage: npt.NDArray[np.uint8],
+    page_bytes: int,
+    row_bytes: int,
+    budget: int,
+    now_ns: int,
+    limit_ns: int,
+) -> int:
+    """`relocate_pages` with the state that `pack` wrote."""
+    emb, pool, scratch = _load(packed)
+    return int(relocate_pages(emb, pool, scratch, moving, storage, page_bytes, row_bytes, budget, now_ns, limit_ns))
+
+
+@kernel
+def accept_packed(packed: npt.NDArray[np.uint8], budget: int) -> int:
+    """`accept_pages` with the state that `pack` wrote."""
+    emb, pool, _ = _load(packed)
+    return int(accept_pages(emb, pool, budget))
 
 
 @inner
@@ -463,6 +511,17 @@ def _fresh_slot(emb: EmbeddingState) -> int:
     return slot
 
 
+@kernel
+def unfilled_slots(emb: EmbeddingState, most: int) -> int:
+    """Return how many slots were never filled, counted no further than `most`."""
+    slots = 0
+    k = emb.scalars[N_FRESH]
+    while k > 0 and slots < most:
+        k -= 1
+        slots += emb.scalars[ROWS_PER_PAGE] - emb.fill[emb.fresh[k]]
+    return min(slots, most)
+
+
 @inner
 def _take(emb: EmbeddingState, scratch: EmbeddingScratch, w: int, slot: int, now: np.uint32) -> None:
     """Give `slot`, -1 for none, to the w-th miss that waits."""
@@ -525,7 +584,7 @@ def _sieve(
     rows_per_page = scalars[ROWS_PER_PAGE]
     room = scalars[ROOM]
     remaining = scalars[COUNT] + scalars[COUNT + 1]
-    if remaining > scalars[QUEUED] + scalars[QUEUED + 1] and remaining + n > room:
+    if remaining > scalars[QUEUED] + scalars[QUEUED + 1] and remaining + unfilled_slots(emb, n) > room:
         compact_queues(emb)
         remaining = scalars[COUNT] + scalars[COUNT + 1]
     ahead = scalars[AHEAD]
@@ -670,6 +729,59 @@ def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int
         _unpublish_page(emb, page)
         give_back_page(pool, page)
         gone += 1
+    return gone
+
+
+@kernel
+def relocate_pages(
+    emb: EmbeddingState,
+    pool: PoolState,
+    scratch: EmbeddingScratch,
+    moving: MovingRows,
+    storage: npt.NDArray[np.uint8],
+    page_bytes: int,
+    row_bytes: int,
+    budget: int,
+    now_ns: int,
+    limit_ns: int,
+) -> int:
+    """Give up pages as `release_pages` does, their rows that were hit moving to other pages; return how many.
+
+    They are admitted as a batch once the page has gone, and looked up once more, for that marks them as hit: the next
+    page to go may be the one that they moved to. Of the counters only EVICTED tells of it, what has left the cache.
+    Scratch must have room for a page's rows. row_bytes 0: metadata alone, `storage` is not looked at.
+    """
+    gone = finish_drains(emb, pool, budget, now_ns, limit_ns)
+    counters = emb.counters
+    tables, keys = moving.tables, moving.keys
+    rows_per_page = emb.scalars[ROWS_PER_PAGE]
+    while gone < budget:
+        page = drain_coldest(emb, pool, now_ns)
+        if page < 0 or pool.pins[page] > 0:
+            break
+        n = 0
+        for at in range(rows_per_page):
+            row = emb.row[page * rows_per_page + at]
+            if row.live and row.visited:
+                tables[n] = row.table
+                keys[n] = row.key
+                copy_bytes(moving.rows, n * row_bytes, storage, page * page_bytes + at * row_bytes, row_bytes)
+                n += 1
+        gone += finish_drains(emb, pool, 1, now_ns, limit_ns)
+        sampled = scratch.sample[1]
+        for _ in range(2):
+            requested, hits, misses = counters[REQUESTED], counters[HITS], counters[MISSES]
+            fetched, bypassed = counters[FETCHED], counters[BYPASSED]
+            misses_now = lookup(emb, pool, scratch, tables, keys, n)
+            for r in range(misses_now):
+                slot = scratch.miss_slot[r]
+                if slot >= 0:
+                    place = slot // rows_per_page * page_bytes + slot % rows_per_page * row_bytes
+                    copy_bytes(storage, place, moving.rows, scratch.first[r] * row_bytes, row_bytes)
+            counters[EVICTED] -= counters[FETCHED] - fetched - (counters[BYPASSED] - bypassed)
+            counters[REQUESTED], counters[HITS], counters[MISSES] = requested, hits, misses
+            counters[FETCHED], counters[BYPASSED] = fetched, bypassed
+        scratch.sample[1] = sampled
     return gone
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cache_engine.backends.cpu.pool import PoolState, give_back_page, surplus, take_free_page
+from cache_engine.backends.cpu.pool import PoolState, give_back_page, new_pool_state, surplus, take_free_page
 from cache_engine.hashing import mix
-from cache_engine.jit import inner, kernel
+from cache_engine.jit import in_memory, inner, kernel
 
 if TYPE_CHECKING:
     from cache_engine.backends.cpu.kv_host import KvHostState
@@ -100,6 +100,30 @@ def new_kv_state(pages: int, page_tokens: int, member: int) -> KvState:
         scalars,
         np.zeros(N_COUNTERS, np.int64),
     )
+
+
+# The state that Python hands over at each call, in one array: see `in_memory`.
+_store, _load = in_memory((new_kv_state(1, 1, 0), new_pool_state(1, 1)))
+
+
+@kernel
+def pack(kv: KvState, pool: PoolState, packed: npt.NDArray[np.uint8]) -> None:
+    """Write what the `*_packed` kernels need into `packed`, uint8 [MOST_BYTES]; the caller keeps the arrays alive."""
+    _store(packed, (kv, pool))
+
+
+@kernel
+def lookup_packed(packed: npt.NDArray[np.uint8], user: int, epoch: int, tokens: int) -> int:
+    """`lookup` with the state that `pack` wrote."""
+    kv, pool = _load(packed)
+    return int(lookup(kv, pool, user, epoch, tokens))
+
+
+@kernel
+def extend_packed(packed: npt.NDArray[np.uint8], user: int, epoch: int, tokens: int) -> bool:
+    """`extend` with the state that `pack` wrote."""
+    kv, pool = _load(packed)
+    return bool(extend(kv, pool, user, epoch, tokens))
 
 
 @kernel

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from cache_engine import HbmPool, KvCache
 from cache_engine.backends.cpu import embedding as cpu
-from cache_engine.backends.cuda import CudaEmbedding
 from tests.cache_engine.backends.host_device import HostDevice
 from tests.cache_engine.backends.twins import Key, Twins, random_program
 from tests.cache_engine.models import index_set
@@ -201,29 +199,3 @@ def test_threads_that_run_at_once_race_for_nothing(
     for operation in random_program(np.random.default_rng(seed), 12, 200, 200):
         twins.apply(operation)
     twins.check()
-
-
-def test_as_a_member_of_a_pool_beside_a_kv_cache(host_device: HostDevice) -> None:
-    """The pool moves its pages as it does those of the CPU backend's cache; leases are the pool's own pins."""
-    host_device.clear(seed=4)
-    pool = HbmPool(10, 64, payload=False)
-    emb = CudaEmbedding(pool.state, 8, 8, pool.member("emb"), cpu.LRU, host_device)
-    kv = KvCache(pool, token_bytes=16)
-    pool.attach("emb", emb, 8)
-    pool.set_target(0.6, 0)
-    assert pool.migrate(10).granted == 10
-    tables, numbers = np.zeros(48, np.int16), np.arange(48)
-    assert emb.lookup(tables, numbers) == 48
-    emb.publish()
-    assert emb.lookup(tables, numbers) == 0, "48 rows fill six pages"
-    emb.publish()
-    assert kv.extend(1, 12)
-    pool.set_target(0.4, 1)
-    moved = pool.migrate(10)
-    assert (moved.freed, moved.granted, moved.backlog) == (2, 2, 0)
-    assert kv.extend(1, 20)
-    assert emb.lookup(tables, numbers) == 16, "two pages left with eight rows each"
-    emb.publish()
-    counters = emb.device.read(emb.state.counters)
-    assert counters[cpu.EVICTED] == 16, "with the pages"
-    assert counters[cpu.BYPASSED] == 16, "all 32 slots were used in this batch"

@@ -167,7 +167,7 @@ class CudaEmbedding:
         )  # fmt: skip
         # How many unique misses there are is known on the device alone: there may be one for each key.
         launch(
-            "claim_entries", n, emb.index, emb.row, pool.pins, pool.draining, emb.scalars, s.totals, s.group,
+            "claim_entries", n, emb.index, emb.row, pool.pins, pool.draining, emb.scalars, emb.spot, s.totals, s.group,
             s.group_top, s.place, s.miss_slot, s.waiting_bits,
         )  # fmt: skip
         self._number(s.waiting_bits, s.waiting_bases, WAITING, n)

@@ -26,7 +26,8 @@
 // Nothing is included, so that the same text goes through NVRTC, nvcc and, behind a header that stands in for the
 // language's built-ins, a host compiler.
 
-#define KERNEL extern "C" __global__ void __launch_bounds__(256)
+// Blocks of 256 threads. At least two at once on a multiprocessor: left to itself, the compiler spills to have eight.
+#define KERNEL extern "C" __global__ void __launch_bounds__(256, 2)
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -313,11 +314,28 @@ KERNEL number_misses(const short* tables, const i64* keys, const i64* scalars, c
     }
 }
 
-// One thread per unique miss. The k-th miss of an index set takes the set's k-th empty entry; when those are used up, its
-// oldest evictable entry that the misses before it left. It only chooses: the index stays as it was.
+// The more, the sooner the slot's row goes from a full set; 0 if it is not evictable.
+__device__ __forceinline__ u64 order_of(const u64* rows, const int* pins, const u8* draining, const int* spot,
+                                        const i64* scalars, int slot) {
+    u64 word = rows[2 * (i64)slot + 1];
+    u32 a = (u32)scalars[NOW] - (u32)word;
+    int page = slot / (int)scalars[ROWS_PER_PAGE];
+    if (a == 0 || pins[page] > 0 || draining[page]) return 0;
+    if (scalars[POLICY] != SIEVE) return (u64)a << 32 | (u32)~slot;
+    int room = (int)scalars[ROOM];
+    int ahead = (int)scalars[AHEAD];
+    int which = spot[slot] >= room;
+    int distance = spot[slot] - which * room - (int)scalars[FIRST + which];
+    if (distance < 0) distance += room;
+    if (which != ahead) distance += (int)scalars[COUNT + ahead];
+    return (word & VISITED ? 0 : 1ull << 32) | (u32)~distance;
+}
+
+// One thread per unique miss. The k-th miss of an index set takes the set's k-th empty entry; when those are used up, the
+// evictable entry that goes first of those that the misses before it left. It only chooses: the index stays as it was.
 KERNEL claim_entries(const int* index, const u64* rows, const int* pins, const u8* draining, const i64* scalars,
-                     const i64* totals, const int* group, const int* group_top, int* place, int* miss_slot,
-                     u32* waiting_bits) {
+                     const int* spot, const i64* totals, const int* group, const int* group_top, int* place,
+                     int* miss_slot, u32* waiting_bits) {
     i64 r = thread_number();
     if (r >= totals[UNIQUE]) return;
     int base = place[r] + FIRST_SLOT;
@@ -337,9 +355,6 @@ KERNEL claim_entries(const int* index, const u64* rows, const int* pins, const u
         }
         empties++;
     }
-    int rows_per_page = (int)scalars[ROWS_PER_PAGE];
-    u32 now = (u32)scalars[NOW];
-    // The oldest, then the next oldest: by age, then how low the slot's number is.
     u64 chosen = ~0ull;
     int entry = EMPTY;
     for (int k = empties; k <= rank; k++) {
@@ -347,8 +362,7 @@ KERNEL claim_entries(const int* index, const u64* rows, const int* pins, const u
         for (int e = base; e < base + WAYS; e++) {
             int slot = index[e];
             if (slot < 0) continue;
-            u32 a = age(rows, pins, draining, slot, slot / rows_per_page, now);
-            u64 order = a > 0 ? (u64)a << 32 | (u32)~slot : 0;
+            u64 order = order_of(rows, pins, draining, spot, scalars, slot);
             if (order < chosen && order > next) {
                 next = order;
                 entry = e;

@@ -82,6 +82,14 @@ class BatchCache:
     def oldest(self, slots: Iterable[int]) -> int | None:
         return min((s for s in slots if self.evictable(s)), key=lambda s: (self.used[s], s), default=None)
 
+    def first_of(self, slots: list[int]) -> int | None:
+        """Of a full set's slots the one that goes first."""
+        if not self.sieve:
+            return self.oldest(slots)
+        queue = self.ahead + self.passed
+        evictable = [s for s in slots if self.evictable(s)]
+        return min(evictable, key=lambda s: (s in self.visited, queue.index(s)), default=None)
+
     def evict(self, slot: int) -> Key:
         key = self.row_at.pop(slot)
         del self.slot_of[key]
@@ -147,7 +155,7 @@ class BatchCache:
                 inhabitants.append(None)
                 waiting.append(key)
                 continue
-            slot = self.oldest(self.slot_of[k] for k in inhabitants if k is not None)
+            slot = self.first_of([self.slot_of[k] for k in inhabitants if k is not None])
             if slot is not None:
                 victims.append(self.row_at[slot])
                 inhabitants[inhabitants.index(self.row_at[slot])] = None

@@ -4,7 +4,8 @@ The algorithm of a batch of lookups below is the definition that every backend f
 
 1. Every key probes the state before the batch. A hit stamps its slot with the number of the batch and marks it visited.
 2. Misses are made unique in order of first occurrence. Each takes an empty entry of its index set, else the set's
-   oldest evictable entry and with it that entry's slot, else it is served past the cache.
+   evictable entry that goes first by the policy (LRU: the oldest; SIEVE: those not visited first, of them the one that
+   the hand comes to first) and with it that entry's slot, else it is served past the cache.
 3. Those that took an empty entry take, in order, a slot that was never filled, else a victim of the policy (below). No
    slot found: served past the cache, the entry left empty.
 
@@ -453,10 +454,29 @@ def _probe(
 
 
 @inner
+def _order(emb: EmbeddingState, pool: PoolState, slot: int, now: np.uint32) -> np.uint64:
+    """Return the more, the sooner the slot's row goes from a full set; 0 if it is not evictable."""
+    age = np.uint32(now - emb.row[slot].last)
+    page = slot // emb.scalars[ROWS_PER_PAGE]
+    if age == 0 or pool.pins[page] > 0 or pool.draining[page]:
+        return np.uint64(0)
+    if emb.scalars[POLICY] == LRU:
+        return np.uint64(age) << np.uint64(32) | (_FOUR_BYTES - np.uint64(slot))
+    room = emb.scalars[ROOM]
+    ahead = emb.scalars[AHEAD]
+    which = np.int64(emb.spot[slot] >= room)
+    distance = emb.spot[slot] - which * room - emb.scalars[START + which]
+    if distance < 0:
+        distance += room
+    if which != ahead:
+        distance += emb.scalars[COUNT + ahead]
+    return np.uint64(0 if emb.row[slot].visited else 1) << np.uint64(32) | (_FOUR_BYTES - np.uint64(distance))
+
+
+@inner
 def _claim(emb: EmbeddingState, pool: PoolState, scratch: EmbeddingScratch, misses: int, now: np.uint32) -> int:
     """The second half of step 2; return how many took an empty entry and wait for a slot."""
     sets = emb.scalars[SETS]
-    rows_per_page = emb.scalars[ROWS_PER_PAGE]
     waiting = 0
     for r in range(misses):
         bits = scratch.bits[scratch.first[r]]
@@ -472,23 +492,17 @@ def _claim(emb: EmbeddingState, pool: PoolState, scratch: EmbeddingScratch, miss
             scratch.waiting[waiting] = r
             waiting += 1
         else:
-            oldest = -1
-            oldest_age = np.uint32(0)
+            first = np.uint64(0)
             for e in range(line * LINE_INTS + FIRST_SLOT, (line + 1) * LINE_INTS):
-                slot = emb.slot[e]
-                if slot < 0:
-                    continue
-                page = slot // rows_per_page
-                age = np.uint32(now - emb.row[slot].last)
-                if age == 0 or age < oldest_age or pool.pins[page] > 0 or pool.draining[page]:
-                    continue
-                if age > oldest_age or slot < oldest:
-                    found = e
-                    oldest = slot
-                    oldest_age = age
+                if emb.slot[e] >= 0:
+                    order = _order(emb, pool, emb.slot[e], now)
+                    if order > first:
+                        found = e
+                        first = order
             if found >= 0:
-                emb.row[oldest].last = now
-                scratch.miss_slot[r] = oldest
+                slot = emb.slot[found]
+                emb.row[slot].last = now
+                scratch.miss_slot[r] = slot
                 emb.counters[EVICTED] += 1
         scratch.place[r] = found
         if found >= 0:

@@ -142,8 +142,7 @@ class EmbeddingCache:
                 self.ghost = EmbeddingGhost(
                     pool, name, max_pages=most, rows_per_page=rows_per_page, policy=kernels.POLICIES[policy]
                 )
-                if isinstance(self._backend, CpuBackend):
-                    self._backend.sample_below(self.ghost.limit)
+                self._backend.sample_below(self.ghost.limit)
             pool.at_close(self._close)
 
     @property
@@ -176,7 +175,7 @@ class EmbeddingCache:
             self._refill.admit()
             hit, slots, fetched = self._backend.lookup(table, keys, n, rows)
             if self.ghost is not None:
-                self._feed_ghost(self.ghost, table, keys, n)
+                self._backend.feed(self.ghost, table, keys, n)
             # After this batch's own rows, which would have waited for it.
             self._refill.start()
             return EmbeddingLookup(rows=rows if out is None else out, hit=hit, slots=slots, fetched=fetched)
@@ -279,13 +278,6 @@ class EmbeddingCache:
     def metadata_bytes(self) -> int:
         """Bytes of index and slot metadata; they count against the memory budget. 0 when backend "cuda" was closed."""
         return self._backend.metadata_bytes()
-
-    def _feed_ghost(self, ghost: EmbeddingGhost, table: Any, keys: Any, n: int) -> None:
-        if isinstance(self._backend, CpuBackend):
-            ghost.feed(self._backend.sample, n)
-        else:
-            on_host = self._backend.on_host
-            ghost.feed_keys(on_host(table, "tables").astype(np.int16), on_host(keys, "ids"))
 
     def _close(self) -> None:
         self._refill.close()

@@ -96,7 +96,7 @@ class EmbeddingGhost:
         self._requests += n
         self._batch = n
         self._sample = sample
-        if sample[1] > MOST_PENDING:
+        if sample.item(1) > MOST_PENDING:
             self._follow()
 
     def feed_keys(self, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64]) -> None:

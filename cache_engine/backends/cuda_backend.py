@@ -16,7 +16,7 @@ from cache_engine.backends.cpu import embedding as cpu
 from cache_engine.backends.cpu.pool import PoolState
 from cache_engine.backends.cuda import CudaEmbedding
 from cache_engine.backends.device import Device
-from cache_engine.backends.protocol import Fetch
+from cache_engine.backends.protocol import Fetch, Follower
 from cache_engine.backends.transfer import RING, HostTables, Lane
 
 
@@ -148,6 +148,13 @@ class CudaBackend:
             core.retract()
             raise
         return hit, slots, unique
+
+    def sample_below(self, limit: int) -> None:
+        """The host samples the keys themselves."""
+
+    def feed(self, ghost: Follower, tables: Any, keys: Any, n: int) -> None:
+        """Let a ghost follow the last batch, its keys copied to the host."""
+        ghost.feed_keys(self.on_host(tables, "tables").astype(np.int16), self.on_host(keys, "ids"))
 
     def contains(self, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Tell which keys are cached."""

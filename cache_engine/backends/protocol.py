@@ -21,6 +21,18 @@ class Fetch:
     event: Event  # done when they have come
 
 
+class Follower(Protocol):
+    """What follows a sample of the keys: an EmbeddingGhost."""
+
+    def feed(self, sample: npt.NDArray[np.uint64], n: int) -> None:
+        """Follow a batch of n rows by the hashes that the lookup kernel sampled."""
+        ...
+
+    def feed_keys(self, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64]) -> None:
+        """Follow a batch given its keys."""
+        ...
+
+
 class EmbeddingBackend(Protocol):
     """One cache: index, slots, counters, rows. Hold the pool's lock over each call.
 
@@ -47,6 +59,14 @@ class EmbeddingBackend(Protocol):
 
     def lookup(self, tables: Any, keys: Any, n: int, out: Any | None) -> tuple[Any, Any, int]:
         """Look up a batch and admit what it misses; return (hit bool [n], slots int32 [n], unique rows fetched)."""
+        ...
+
+    def sample_below(self, limit: int) -> None:
+        """Have lookups sample keys whose hash is below the limit, for `feed`."""
+        ...
+
+    def feed(self, ghost: Follower, tables: Any, keys: Any, n: int) -> None:
+        """Let a ghost follow the batch that was just looked up."""
         ...
 
     def contains(self, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

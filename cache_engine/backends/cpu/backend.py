@@ -12,10 +12,10 @@ from cache_engine.backends import batch
 from cache_engine.backends.cpu import embedding as kernels
 from cache_engine.backends.cpu import payload
 from cache_engine.backends.cpu.pool import PoolState
-from cache_engine.backends.protocol import Fetch
+from cache_engine.backends.protocol import Fetch, Follower
 from cache_engine.jit import MOST_BYTES
 
-MOST_PENDING = 512
+MOST_PENDING = 2048
 
 
 class Done:
@@ -128,6 +128,10 @@ class CpuBackend:
         """
         self.sample = np.array([limit, 0], np.uint64)
         self._new_scratch(self._scratch.slots.size)
+
+    def feed(self, ghost: Follower, tables: Any, keys: Any, n: int) -> None:
+        """Let a ghost follow the last batch."""
+        ghost.feed(self.sample, n)
 
     def contains(self, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Tell which keys are cached."""

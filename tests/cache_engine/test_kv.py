@@ -336,7 +336,7 @@ def test_users_are_any_int64_and_nothing_wider() -> None:
         kv.lookup(0, float("nan"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"user must be an integer, got array\(\[1, 2\]\)"):
         kv.lookup(np.array([1, 2]), 4)  # type: ignore[arg-type]
-    assert len(kernels.lookup.signatures) == 1  # type: ignore[attr-defined]
+    assert len(kernels.lookup_packed.signatures) == 1  # type: ignore[attr-defined]
     check(pool, kv=kv)
 
 

@@ -36,7 +36,7 @@ class Args:
     misses: engine.miss_ratio_error.<slots>[.batch_1_<k>] (batch LRU less exact LRU, batches of 1/k of the slots; the
     figure itself is the worst of those of at most 1/32), engine.miss_ratio.<slots>.libcachesim_lru;
     policies: engine.policy.<stream>.<slots>.<policy> (fetches per request), engine.policy.mean.<policy>,
-    engine.sieve_error (from libCacheSim's Sieve, the largest);
+    engine.sieve_error[.one_by_one] (from libCacheSim's Sieve, the largest; batches of one key);
     resize: engine.resize_hit_drop_{10k,50k}[.{shrink,growth}], engine.resize_p99_ratio[.with_step] (of batches while
     pages move, and of batches that wait for all of a step as well), engine.resize_p50_ratio[.with_step],
     engine.resize_p99_us[.{with_step,still}];

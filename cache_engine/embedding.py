@@ -33,7 +33,7 @@ class EmbeddingLookup:
 
     rows: Any  # uint8 [n, row_bytes], the rows themselves; None without payload
     hit: Any  # bool [n] found before the batch
-    slots: Any  # int32 [n] slot now, -1: served past the cache; valid until the next lookup or step of a refill
+    slots: Any  # int32 [n] slot now, -1: served past the cache; see `EmbeddingCache.lease`
     fetched: int  # unique rows that crossed the link
 
 
@@ -221,7 +221,8 @@ class EmbeddingCache:
     def lease(self, slots: Any) -> EmbeddingLease:
         """Hold the pages of these slots against eviction and migration.
 
-        Slots are valid until the next lookup: where other threads look up as well, hold the pool's lock over both.
+        Slots are valid until the next lookup, step of a refill, `invalidate` or `migrate`: where other threads do such
+        things, hold the pool's lock over both.
 
         Args:
             slots: [n] as `lookup` returned them; -1 (served past the cache) is passed over.

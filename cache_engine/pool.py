@@ -71,8 +71,9 @@ class PoolClosedError(RuntimeError):
 class HbmPool:
     """One allocation of `pages * page_bytes`, shared by named members.
 
-    A page is FREE, owned by one member, or draining from it. Moving memory is a change of owner, never a copy of live
-    data: `set_target` records what each member should have, `migrate` moves at most a budget of pages towards it.
+    A page is FREE, owned by one member, or draining from it. Moving memory is a change of owner: `set_target` records
+    what each member should have, `migrate` moves at most a budget of pages towards it. Data never go with a page; what
+    shall survive is copied off it first (embedding rows that were hit, see `migrate`; KV pages to a host tier).
 
     Args:
         pages: number of pages, at least one per member.

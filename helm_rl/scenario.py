@@ -62,7 +62,7 @@ class HardwareSection(_Section):
     nodes: Annotated[Whole, Field(ge=1, le=4096)] = 1
     queue_bound: Annotated[Whole, Field(ge=1, le=1_000_000)] = 512
     max_batch: Annotated[Whole, Field(ge=1, le=1024)] = 8
-    emb_policy: Literal["sieve", "lru"] = "sieve"
+    emb_policy: Literal["lru", "sieve"] = "lru"
 
 
 class ControlSection(_Section):

@@ -232,6 +232,13 @@ class CudaBackend:
 
     def relocate(self, budget: int, now_ns: int, limit_ns: int) -> int:
         """Give up at most `budget` pages, their rows that were hit moving to others; see the CPU backend's kernel."""
+        try:
+            return self._relocate(budget, now_ns, limit_ns)
+        except BaseException:
+            self._open().start_anew()
+            raise
+
+    def _relocate(self, budget: int, now_ns: int, limit_ns: int) -> int:
         core, device = self._open(), self._device
         gone = core.finish_drains(budget, now_ns, limit_ns)
         while gone < budget:

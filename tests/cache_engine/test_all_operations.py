@@ -69,8 +69,9 @@ class Engine(RuleBasedStateMachine):
         max_pages=st.integers(4, PAGES),
         host_pages=st.sampled_from([6, 2, 0, 40]),
         full=st.booleans(),
+        policy=st.sampled_from(["sieve", "lru"]),
     )
-    def start(self, min_pages: int, hysteresis: int, max_pages: int, host_pages: int, full: bool) -> None:
+    def start(self, min_pages: int, hysteresis: int, max_pages: int, host_pages: int, full: bool, policy: str) -> None:
         Table.broken = False
         rng = np.random.default_rng(0)
         self.tables = [
@@ -84,7 +85,9 @@ class Engine(RuleBasedStateMachine):
             drain_limit_s=DRAIN_LIMIT_NS * 1e-9,
             hysteresis_pages=hysteresis,
         )
-        self.emb = EmbeddingCache(self.pool, row_bytes=ROW_BYTES, tables=self.tables, max_pages=max_pages)
+        self.emb = EmbeddingCache(
+            self.pool, row_bytes=ROW_BYTES, tables=self.tables, max_pages=max_pages, policy=policy
+        )
         self.kv = KvCache(self.pool, token_bytes=TOKEN_BYTES, host_pages=host_pages)
         self.max_pages = max_pages
         self.outcomes: Counter[str] = Counter()
@@ -365,8 +368,12 @@ class Engine(RuleBasedStateMachine):
             self.outcomes[status.value] += 1
             self.check_goals(before, [emb, kv], status)
 
-    @rule(budget=st.integers(0, PAGES), wait_ns=st.sampled_from([0, 10, DRAIN_LIMIT_NS + 1]), relocate=st.booleans())
-    def migrate(self, budget: int, wait_ns: int, relocate: bool = False) -> None:
+    @rule(
+        budget=st.integers(0, PAGES),
+        wait_ns=st.sampled_from([0, 10, DRAIN_LIMIT_NS + 1]),
+        relocate=st.sampled_from([None, True, False]),
+    )
+    def migrate(self, budget: int, wait_ns: int, relocate: bool | None = None) -> None:
         self.now_ns += wait_ns
         state = self.pool.state
         goal, before = state.goal.tolist(), state.owned.tolist()

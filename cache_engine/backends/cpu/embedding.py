@@ -21,7 +21,9 @@ Policy SIEVE (Zhang et al., NSDI 2024): slots stand in a queue in the order in w
 through it from the oldest on; it evicts what was not visited since it last passed, and clears the mark of what was.
 What the hand has passed and what lies before it are two queues here, `ahead` and `passed`: the hand takes the first of
 `ahead`; a survivor goes to the end of `passed`, a newcomer to the end of `ahead`; when nothing is ahead they change
-places. In a batch no slot is taken twice, slots that are not evictable survive, and newcomers are entered at the end.
+places. In a batch no slot is taken twice, slots that are not
+evictable survive, and newcomers are entered at the end. The hand comes to each entry once a batch at most: misses for
+which all that it comes to survive are served past the cache.
 
 An index set is a cache line: a tag of one byte per way (a byte of the key's hash, 0: empty) and the slots. A slot's
 record, of 16 bytes, holds the key and its last use, so that a hit touches two lines.
@@ -609,7 +611,9 @@ def _sieve(
                 ahead = 1 - ahead
             at = ahead * room + scalars[START + ahead]
             soon = scalars[START + ahead] + _AHEAD
-            prefetch(rows, queue[ahead * room + (soon if soon < room else 0)])
+            coming = queue[ahead * room + (soon if soon < room else 0)]
+            prefetch(rows, coming)
+            prefetch(spot, coming)
             candidate = queue[at]
             _skip(scalars, ahead, 1)
             remaining -= 1
@@ -730,8 +734,8 @@ def release_pages(emb: EmbeddingState, pool: PoolState, budget: int, now_ns: int
     """Give up pages over the goal, at most `budget`; return how many became FREE.
 
     Coldest first: empty pages, other pages with slots never filled, then of the next CANDIDATES pages in the member's
-    list the one whose rows were used least recently. (Rows do not move, so a page stays as hot as the rows that it
-    was filled with; what the list or the hand has next is often the hottest.) Pinned pages are passed over; if all are
+    list the one whose rows were used least recently. (A page stays as hot as the rows that it was filled with; what
+    the list or the hand has next is often the hottest.) Pinned pages are passed over; if all are
     pinned, one more is left draining by each call, until its leases are clear, the goal rises, or `limit_ns` has
     passed.
     """
@@ -934,7 +938,7 @@ def _unpublish_page(emb: EmbeddingState, page: int) -> None:
 def invalidate(emb: EmbeddingState, tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], n: int) -> int:
     """Forget rows, as after an update of their table; return how many were cached.
 
-    Their slots are the next victims of their windows, or when the hand comes by.
+    Their slots are the next victims: by LRU of their windows, by SIEVE when the hand comes by.
     """
     sets = emb.scalars[SETS]
     gone = 0

@@ -159,7 +159,7 @@ class PublicTwins:
         for pool in self.pools:
             pool.set_goals({"emb": pages, "kv": pool.pages - pages}, self.revision)
 
-    def migrate(self, budget: int, relocate: bool = False) -> None:
+    def migrate(self, budget: int, relocate: bool | None = None) -> None:
         self.now_ns += 2
         one, two = (pool.migrate(budget, self.now_ns, relocate=relocate) for pool in self.pools)
         assert one == two

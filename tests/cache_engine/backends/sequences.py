@@ -19,7 +19,7 @@ operations = st.one_of(
     st.tuples(st.just("refill"), ids, tables, st.booleans()),
     st.tuples(st.just("advance"), st.booleans()),
     st.tuples(st.just("goal"), st.integers(0, 6)),
-    st.tuples(st.just("migrate"), st.integers(0, 6), st.booleans()),
+    st.tuples(st.just("migrate"), st.integers(0, 6), st.sampled_from([None, True, False])),
     st.tuples(st.just("end_lease"), st.integers(0, 9)),
     st.tuples(st.just("stats")),
 )

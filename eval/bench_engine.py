@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,13 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from eval.command import console
+from eval.command import console, figure_table, number
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import refuse_existing
 
 Part = Literal["speed", "misses", "policies", "resize", "ghosts", "memory", "payload"]
 PARTS: tuple[Part, ...] = ("speed", "misses", "policies", "resize", "ghosts", "memory", "payload")
+TRACES = Path("../shared/traces")
 MOST_OPERATIONS = 10**9
 
 
@@ -52,13 +52,13 @@ class Args:
     parts: tuple[Part, ...] = PARTS
     """What to measure."""
     quick: bool = False
-    """Less of everything, in under a minute: that it works, not how well."""
-    policy: str | None = None
-    """Eviction policy of speed, resize, memory and the cost of ghosts (default: the engine's own default)."""
+    """Less of everything, in under a minute: that it works, not how well, so no figure has a goal."""
+    policy: Literal["sieve", "lru"] | None = None
+    """Eviction policy of speed, resize, memory, payload and the cost of ghosts (default: the engine's own default)."""
     verify: int | None = None
     """Random operations whose every byte is compared with its source (default: 1,000,000; 5,000 with --quick)."""
-    traces: Path = Path("../shared/traces")
-    """Folder of real samples on which policies are compared as well, as far as it has them."""
+    traces: Path | None = None
+    """Folder of real samples on which policies are compared as well, as far as it has them (default: ../shared/traces)."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png|svg")] = None
     """Draw ns per lookup beside the memory's limit here."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -102,15 +102,17 @@ def measure(args: Args, policy: str, progress: Progress) -> tuple[dict[str, Figu
     parts: dict[Part, Callable[[], dict[str, Figure]]] = {
         "speed": lambda: _speed(quick, policy, advance),
         "misses": lambda: _misses(quick, advance),
-        "policies": lambda: _policies(quick, args.traces, advance),
+        "policies": lambda: _policies(quick, args.traces or TRACES, advance),
         "resize": lambda: _resize(quick, policy, advance),
         "ghosts": lambda: _ghosts(quick, policy, advance),
         "memory": lambda: _memory(quick, policy, args.plot, notes, advance),
-        "payload": lambda: _payload(args.verify or (5_000 if quick else 1_000_000), advance),
+        "payload": lambda: _payload(args.verify or (5_000 if quick else 1_000_000), policy, advance),
     }
     for part in args.parts:
         figures |= parts[part]()
         progress.advance(task)
+    if quick:  # goals are for the sizes and lengths of a whole run
+        figures = {name: replace(figure, goal=None) for name, figure in figures.items()}
     return figures, notes
 
 
@@ -123,18 +125,18 @@ def tables(figures: dict[str, Figure]) -> list[Table]:
     rest = {name: figure for name, figure in figures.items() if name not in shown}
     found = []
     if goals:
-        found.append(_list("Goals", goals))
+        found.append(figure_table("Goals", goals))
     if policy:
         found.append(_matrix("Fetches per request by policy", policy, "engine.policy."))
     if memory:
         found.append(_matrix("ns per lookup, and per load", memory, "engine.ns_per_lookup."))
     if rest:
-        found.append(_list("Other figures", rest))
+        found.append(figure_table("Other figures", rest))
     return found
 
 
 def _check(args: Args) -> str:
-    from eval.engine.caches import policies
+    from eval.engine.caches import DEFAULT_POLICY
 
     outputs = [path for path in (args.json, args.plot) if path is not None]
     for path in outputs:
@@ -153,17 +155,9 @@ def _check(args: Args) -> str:
         raise UserError(f"--parts names a part twice: {' '.join(args.parts)}")
     if args.verify is not None and not 1 <= args.verify <= MOST_OPERATIONS:
         raise UserError(f"--verify must lie in 1 to {MOST_OPERATIONS:,}, got {args.verify}")
-    if args.policy is not None and args.policy not in policies():
-        raise UserError(f"--policy must be one of {', '.join(policies())}, got {args.policy!r}")
-    return args.policy or _default_policy()
-
-
-def _default_policy() -> str:
-    from cache_engine import EmbeddingCache
-    from eval.engine.caches import LRU
-
-    parameter = inspect.signature(EmbeddingCache).parameters.get("policy")
-    return LRU if parameter is None else str(parameter.default)
+    if args.traces is not None and not args.traces.is_dir():
+        raise UserError(f"--traces: there is no folder {args.traces}")
+    return args.policy or DEFAULT_POLICY
 
 
 def _speed(quick: bool, policy: str, advance: Callable[[str], None]) -> dict[str, Figure]:
@@ -227,7 +221,7 @@ def _memory(
     return memory_figures(points)
 
 
-def _payload(operations: int, advance: Callable[[str], None]) -> dict[str, Figure]:
+def _payload(operations: int, policy: str, advance: Callable[[str], None]) -> dict[str, Figure]:
     from eval.engine.payload import measure_payload
 
     done = 0
@@ -237,24 +231,7 @@ def _payload(operations: int, advance: Callable[[str], None]) -> dict[str, Figur
         done += n
         advance(f"payload: {done:,} of {operations:,} operations")
 
-    return measure_payload(operations, 1, advance_by)
-
-
-def _list(title: str, figures: dict[str, Figure]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    if any(figure.goal is not None for figure in figures.values()):
-        table.add_column("goal", justify="right")
-        table.add_column("reached")
-    for name, figure in figures.items():
-        row = [name, f"{_number(figure.value)} {figure.unit}".rstrip()]
-        if figure.goal is not None:
-            sign = "at least" if figure.better == "higher" else "at most"
-            reached = figure.value >= figure.goal if figure.better == "higher" else figure.value <= figure.goal
-            row += [f"{sign} {_number(figure.goal)}", "yes" if reached else "NO"]
-        table.add_row(*row)
-    return table
+    return measure_payload(operations, policy, 1, advance_by)
 
 
 def _matrix(title: str, figures: dict[str, Figure], prefix: str) -> Table:
@@ -264,7 +241,7 @@ def _matrix(title: str, figures: dict[str, Figure], prefix: str) -> Table:
         row, _, column = name.removeprefix(prefix).rpartition(".")
         if not row:
             row, column = column, "lookup"
-        cells.setdefault(row, {})[column] = _number(figure.value)
+        cells.setdefault(row, {})[column] = number(figure.value)
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     table = Table(title=title, title_justify="left")
     table.add_column("")
@@ -273,7 +250,3 @@ def _matrix(title: str, figures: dict[str, Figure], prefix: str) -> Table:
     for row, values in cells.items():
         table.add_row(row, *(values.get(column, "") for column in columns))
     return table
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from eval.command import console
+from eval.command import console, figure_table
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import refuse_existing
@@ -56,25 +55,20 @@ def main(args: Args) -> None:
         raise UserError(f"--repeats must be at least 1, got {args.repeats}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
-        figures = measure(args, progress)
-    table = Table(title=f"Simulator on one core, scenario {args.scenario}", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    table.add_column("goal", justify="right")
-    for name, figure in figures.items():
-        goal = "" if figure.goal is None else f"{figure.goal:,.0f}"
-        table.add_row(
-            name,
-            f"{figure.value:,.3g} {figure.unit}" if figure.value < 100 else f"{figure.value:,.0f} {figure.unit}",
-            goal,
-        )
-    console().print(table)
+        figures, notes = measure(args, progress)
+    out = console()
+    out.print(figure_table(f"Simulator on one core, scenario {args.scenario}", figures))
+    for note in notes:
+        out.print(note)
     if args.json is not None:
         write_figures(args.json, figures)
 
 
-def measure(args: Args, progress: Progress) -> dict[str, Figure]:
-    """Serve the loads and return the figures; `progress` gets a task that counts the runs."""
+def measure(args: Args, progress: Progress) -> tuple[dict[str, Figure], list[str]]:
+    """Serve the loads; return the figures, and a sentence for each that was left out.
+
+    `progress` gets a task that counts the runs.
+    """
     from envs.serving.stages import stage_seconds
     from helm_rl.scenario import Scenario, load_scenario
 
@@ -95,10 +89,17 @@ def measure(args: Args, progress: Progress) -> dict[str, Figure]:
         progress.advance(task)
 
     figures: dict[str, Figure] = {}
+    notes: list[str] = []
     served = _serve(whole, args, advance)
     figures["env.requests_per_s"] = Figure(served.requests / served.seconds, "1/s", "higher", GOAL_REQUESTS_PER_S)
     for name, part in parts.items():
         alone = _serve(Scenario.model_validate(fields | {"load": part}), args, advance)
+        if name == "hot" and not alone.phase_requests:
+            notes.append(
+                f"env.requests_per_s.hot is left out: the first {args.seconds:g} s have no request of a phase; raise "
+                "--seconds."
+            )
+            continue
         figures[f"env.requests_per_s.{name}"] = Figure(alone.requests / alone.seconds, "1/s", "higher")
     progress.update(task, description="stages")
     stages = stage_seconds(served.node, served.requests, args.repeats)
@@ -109,13 +110,14 @@ def measure(args: Args, progress: Progress) -> dict[str, Figure]:
     rest = max(0.0, served.seconds - sum(stages.values()))
     for name, seconds in [*stages.items(), ("rest", rest)]:
         figures[f"env.share.{name}"] = Figure(seconds / served.seconds, "", "lower")
-    return figures
+    return figures, notes
 
 
 @dataclass
 class _Served:
     node: Any
     requests: int
+    phase_requests: int
     seconds: float  # inside the compiled loop
     lookups: int
     rows: float
@@ -135,6 +137,8 @@ def _serve(scenario: Any, args: Args, advance: Callable[[], None]) -> _Served:
     start = int(trace.arrival_ns[0])
     node = NodeSim(scenario, trace)
     builder = ObservationBuilder(scenario.slo_ms)
+    served_phases = trace.phase[trace.arrival_ns < start + args.seconds * 1e9]
+    phase_requests = int(np.count_nonzero(served_phases))  # 0 is the base load
     interval_ns = round(scenario.control.interval_s * 1e9)
     best: _Served | None = None
     for _ in range(args.repeats + 1):  # the first compiles and warms up
@@ -152,7 +156,8 @@ def _serve(scenario: Any, args: Args, advance: Callable[[], None]) -> _Served:
             python_us.append((time.thread_time() - ran) * 1e6)
             requests += window.arrivals
             rows += window.rows
-        served = _Served(node, requests, loop_s, node.simulated_lookups - before, rows, float(np.median(python_us)))
+        lookups = node.simulated_lookups - before
+        served = _Served(node, requests, phase_requests, loop_s, lookups, rows, float(np.median(python_us)))
         if best is None or served.seconds < best.seconds:
             best = served
         advance()

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from eval.command import console
+from eval.command import console, figure_table
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import refuse_existing
@@ -24,8 +23,8 @@ from helm_rl.workloads.trace import Trace
 if TYPE_CHECKING:
     from envs.live_env import HelmLiveEnv
 
+# Memory is flat if the process has grown by no more than this from the end of the warm-up to the end of the run.
 GROWTH_LIMIT_MIB = 16.0
-"""Memory is flat if the process has grown by no more than this from the end of the warm-up to the end of the run."""
 _EDGE_SHARE = 0.1  # of the samples of memory at either end, whose medians are compared
 
 
@@ -34,7 +33,8 @@ class Args:
     """Replay a trace on the wall clock, move the split at every interval, and check every row and KV page served.
 
     The target goes from alpha_min to alpha_max and back as fast as the scenario's rate_per_s allows, so pages change
-    owner at every interval. Exits with status 1 if one byte was wrong or memory was not flat.
+    owner at every interval. Exits with status 1 if a byte was wrong, memory was not flat, nothing was checked or
+    nothing moved.
 
     Figures written by --json: live.seconds, live.requests, live.shed, live.rows_verified, live.pages_verified,
     live.wrong_bytes, live.resizes (intervals in which pages changed owner), live.pages_moved, live.rss_growth_mib
@@ -67,7 +67,7 @@ def main(args: Args) -> None:
     """Print the table and write the figures.
 
     Raises:
-        SystemExit: with status 1 and a sentence on stderr, a byte was wrong or memory grew.
+        SystemExit: with status 1 and a sentence on stderr, where `verdict` has a complaint.
     """
     if args.json is not None:
         refuse_existing(args.json, args.overwrite)
@@ -81,15 +81,7 @@ def main(args: Args) -> None:
         *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
     ) as progress:
         figures = measure(args, progress)
-    table = Table(title=f"Live engine, scenario {args.scenario}, backend {args.backend}", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    table.add_column("goal", justify="right")
-    for name, figure in figures.items():
-        goal = "" if figure.goal is None else f"{figure.goal:,.0f}"
-        shown = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.3g}"
-        table.add_row(name, f"{shown} {figure.unit}".rstrip(), goal)
-    console().print(table)
+    console().print(figure_table(f"Live engine, scenario {args.scenario}, backend {args.backend}", figures))
     if args.json is not None:
         write_figures(args.json, figures)
     if complaint := verdict(figures):
@@ -104,6 +96,8 @@ def verdict(figures: dict[str, Figure]) -> str | None:
         return f"{wrong:,.0f} bytes served were wrong"
     if not figures["live.rows_verified"].value or not figures["live.pages_verified"].value:
         return "no row or no KV page was served, so nothing was checked"
+    if not figures["live.resizes"].value:
+        return "no page changed owner in any interval, so nothing was checked under a resize"
     if grown > GROWTH_LIMIT_MIB:
         return f"memory is not flat: it grew by {grown:,.1f} MiB, and {GROWTH_LIMIT_MIB:g} are allowed"
     return None

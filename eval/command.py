@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 
 from eval.comparison import (
     POLICY,
@@ -21,7 +22,7 @@ from eval.sweep import STEP, ReplayFunction, alpha_grid, working
 from helm_rl.checkpoint import POLICY_FILE
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
-from helm_rl.figures import write_figures
+from helm_rl.figures import Figure, write_figures
 from helm_rl.files import refuse_existing
 from helm_rl.scenario import Scenario, load_scenario
 from helm_rl.workloads.trace import Trace
@@ -120,3 +121,26 @@ def policy_contestant(path: Path, scenario: Scenario) -> Contestant:
 def console() -> Console:
     """Where tables go: stdout, at a fixed width where it is no terminal. A name with [brackets] in it is no markup."""
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False, emoji=False)
+
+
+def figure_table(title: str, figures: dict[str, Figure]) -> Table:
+    """Return a table of names and values; where a figure has a goal, of the goals and whether they are reached."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    if any(figure.goal is not None for figure in figures.values()):
+        table.add_column("goal", justify="right")
+        table.add_column("reached")
+    for name, figure in figures.items():
+        row = [name, f"{number(figure.value)} {figure.unit}".rstrip()]
+        if figure.goal is not None:
+            sign = "at least" if figure.better == "higher" else "at most"
+            reached = figure.value >= figure.goal if figure.better == "higher" else figure.value <= figure.goal
+            row += [f"{sign} {number(figure.goal)}", "yes" if reached else "NO"]
+        table.add_row(*row)
+    return table
+
+
+def number(value: float) -> str:
+    """Return a figure's value in four digits, or whole from a thousand on."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

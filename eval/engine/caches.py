@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,35 +19,19 @@ from eval.engine.loads import Keys
 PAGES = 512
 LRU = "lru"
 SIEVE = "sieve"
-
-
-@functools.cache
-def policies() -> tuple[str, ...]:
-    """Return the eviction policies that the engine has."""
-    if "policy" not in inspect.signature(EmbeddingCache).parameters:
-        return (LRU,)
-    found = []
-    for name in (LRU, SIEVE):
-        try:
-            make_cache(PAGES, policy=name)
-        except ValueError:
-            continue
-        found.append(name)
-    return tuple(found)
+POLICIES = tuple(kernels.POLICIES)
+DEFAULT_POLICY: str = inspect.signature(EmbeddingCache).parameters["policy"].default
 
 
 def make_cache(
-    slots: int, *, policy: str = LRU, pages: int = PAGES, pool_pages: int | None = None, ghost: bool = False
+    slots: int, *, policy: str, pages: int = PAGES, pool_pages: int | None = None, ghost: bool = False
 ) -> tuple[HbmPool, EmbeddingCache]:
     """Return a cache of `slots` slots without payload, a multiple of `pages`, in a pool of `pool_pages` (as many)."""
     rows_per_page = slots // pages
     if rows_per_page * pages != slots:
         raise ValueError(f"{slots} slots are no multiple of {pages} pages")
     pool = HbmPool(pool_pages or pages, 64 * rows_per_page, ("emb",), payload=False)
-    options: dict[str, Any] = {"ghost": True} if ghost else {}
-    if "policy" in inspect.signature(EmbeddingCache).parameters:
-        options["policy"] = policy
-    emb = EmbeddingCache(pool, row_bytes=64, **options)
+    emb = EmbeddingCache(pool, row_bytes=64, policy=policy, ghost=ghost)
     resize(pool, pages, revision=0)
     pool.migrate(pool.pages)
     return pool, emb

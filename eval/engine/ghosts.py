@@ -11,7 +11,7 @@ import numpy as np
 from cache_engine import EmbeddingCache, HbmPool
 from cache_engine.ghost import EmbeddingGhost
 from eval.engine import peers
-from eval.engine.caches import LRU, Compiled, look_up, make_cache, policies
+from eval.engine.caches import LRU, POLICIES, Compiled, look_up, make_cache
 from eval.engine.loads import Keys, Load
 from helm_rl.figures import Figure
 
@@ -41,7 +41,7 @@ def measure_gains(loads: Sequence[Load], requests: int, samples: int, advance: A
     for load in loads:
         keys = load.make(requests + requests // 2)
         warm, counted = np.split(keys, [keys.size // 3 // BATCH * BATCH])
-        for policy in policies():
+        for policy in POLICIES:
             advance(f"{policy} caches of three sizes on {load.name}")
             truths = {policy: _true_gains(warm, counted, policy)}
             if policy == LRU and peers.installed(peers.LIBCACHESIM):

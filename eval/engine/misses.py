@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from eval.engine import peers
-from eval.engine.caches import LRU, SIEVE, Compiled, Ratios, make_cache, policies, ratios
+from eval.engine.caches import LRU, POLICIES, SIEVE, Compiled, Ratios, make_cache, ratios
 from eval.engine.loads import Keys, Load, zipf
 from helm_rl.figures import Figure
 
@@ -69,7 +69,7 @@ def measure_policies(loads: Sequence[Load], sizes: Sequence[int], requests: int,
             trace = stack.enter_context(peers.LibCacheSimTrace(keys)) if peers.installed(peers.LIBCACHESIM) else None
             for slots in fitting:
                 batch = max(1, min(1_000, slots // LARGEST_SHARE))
-                found = {p: own_ratios(keys, slots, PAGES, p, batch).fetches for p in policies()}
+                found = {p: own_ratios(keys, slots, PAGES, p, batch).fetches for p in POLICIES}
                 if trace is not None:
                     for policy in peers.LIBCACHESIM_POLICIES:
                         found[_peer(policy)] = peers.libcachesim_miss_ratio(policy, slots, trace)

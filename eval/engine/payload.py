@@ -63,12 +63,12 @@ class PayloadRun:
     of both over later operations, targets and steps of migration; evicted pages of users go to the host and come back.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, policy: str) -> None:
         self.served = Served()
         self._rng = np.random.default_rng(seed)
         self._pool = HbmPool(PAGES, PAGE_BYTES, min_pages=4)
         self._tables = [self._rng.integers(0, 256, (rows, ROW_BYTES), np.uint8) for rows in TABLE_ROWS]
-        self._emb = EmbeddingCache(self._pool, row_bytes=ROW_BYTES, tables=self._tables)
+        self._emb = EmbeddingCache(self._pool, row_bytes=ROW_BYTES, tables=self._tables, policy=policy)
         self._kv = KvCache(self._pool, token_bytes=TOKEN_BYTES, host_pages=HOST_PAGES)
         self._users = [_User() for _ in range(USERS)]
         self._leases = _Leases()
@@ -185,12 +185,12 @@ class PayloadRun:
             self.served.wrong_bytes += int((served != expected).sum())
 
 
-def measure_payload(operations: int, seed: int, advance: Callable[[int], None]) -> dict[str, Figure]:
+def measure_payload(operations: int, policy: str, seed: int, advance: Callable[[int], None]) -> dict[str, Figure]:
     """Do random operations and count the bytes that were not those of their source.
 
     `advance` is called with the number of operations done since it was last called.
     """
-    run = PayloadRun(seed)
+    run = PayloadRun(seed, policy)
     done = 0
     while done < operations:
         n = min(1_000, operations - done)

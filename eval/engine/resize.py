@@ -40,9 +40,11 @@ def measure_resize(slots: int, policy: str, repeats: int, advance: Advance) -> d
     }
     drops: dict[str, list[float]] = {}
     seconds: list[tuple[float, float, float]] = []
+    for revision, pages in enumerate((PAGES - 1, PAGES), 1):  # steps are compiled or loaded before they are timed
+        resize(pool, pages, revision=revision)
+        pool.migrate(1)
     advance(f"filling caches of {slots:,} slots")
     between = 8 * slots
-    revision = 0
     for repeat in range(repeats):
         for kind, pages in sizes.items():
             keys = zipf(rng, between // BATCH * BATCH, KEYS, 1.0)

@@ -55,3 +55,17 @@ def test_a_scenario_of_phases_alone_has_no_cold_figure(tmp_path: Path, capsys: p
     assert "env.requests_per_s.hot" in figures
     assert "env.requests_per_s.cold" not in figures
     assert "env.requests_per_s.hot" in capsys.readouterr().out
+
+
+def test_phases_that_the_load_served_does_not_reach_have_no_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "late.toml"
+    late = SCENARIO.replace("seconds = 4\nwarm", "seconds = 40\nwarm").replace("start_s = 0", "start_s = 30")
+    path.write_text(late.replace("rate = 0", "rate = 20"))
+    main(Args(scenario=str(path), seconds=4, repeats=1, json=tmp_path / "figures.json"))
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert "env.requests_per_s.cold" in figures
+    assert "env.requests_per_s.hot" not in figures
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "env.requests_per_s.hot is left out: the first 4 s have no request of a phase; raise --seconds." in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def test_figures_of_a_short_run(options: dict[str, Any], tmp_path: Path, capsys:
     assert 0 < value["engine_share"] < 1
     assert 0 < value["p99_ms"] < 1500
     printed = capsys.readouterr().out
+    assert re.search(r"live\.resizes +│ +15 │ +at least 15 │ yes", printed)
+    assert re.search(r"live\.wrong_bytes +│ +0 │ +at most 0 │ yes", printed)
     assert all(name in printed for name in figures)
 
 
@@ -121,10 +124,11 @@ def test_growth_and_slope_of_memory() -> None:
         ({"wrong_bytes": 1}, "1 bytes served were wrong"),
         ({"rows_verified": 0}, "nothing was checked"),
         ({"pages_verified": 0}, "nothing was checked"),
+        ({"resizes": 0}, "no page changed owner"),
     ],
 )
 def test_verdict(change: dict[str, float], complaint: str | None) -> None:
-    values = {"wrong_bytes": 0, "rows_verified": 5, "pages_verified": 5, "rss_growth_mib": -3} | change
+    values = {"wrong_bytes": 0, "rows_verified": 5, "pages_verified": 5, "resizes": 2, "rss_growth_mib": -3} | change
     found = verdict({f"live.{name}": Figure(value, "", "lower") for name, value in values.items()})
     assert (found is None) if complaint is None else (found is not None and complaint in found)
 

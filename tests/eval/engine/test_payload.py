@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from cache_engine import EmbeddingCache, KvCache
+from eval.engine.caches import DEFAULT_POLICY, POLICIES
 from eval.engine.payload import PayloadRun, page_bytes
 
 
-def test_random_operations_serve_right_bytes_only() -> None:
-    run = PayloadRun(3)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_operations_serve_right_bytes_only(policy: str) -> None:
+    run = PayloadRun(3, policy)
+    assert run._emb.policy == policy
     run.run(5_000)
     served = run.finish()
     assert served.operations == 5_000
@@ -20,7 +24,7 @@ def test_random_operations_serve_right_bytes_only() -> None:
 
 
 def test_a_wrong_row_is_counted_by_the_byte() -> None:
-    run = PayloadRun(3)
+    run = PayloadRun(3, DEFAULT_POLICY)
     run.run(500)
     lookup = EmbeddingCache.lookup
 
@@ -40,7 +44,7 @@ def test_a_wrong_row_is_counted_by_the_byte() -> None:
 
 
 def test_a_page_of_another_user_is_found() -> None:
-    run = PayloadRun(4)
+    run = PayloadRun(4, DEFAULT_POLICY)
     run.run(2_000)
     assert run.served.wrong_bytes == 0
     pages = KvCache.pages

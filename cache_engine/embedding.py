@@ -15,6 +15,7 @@ from cache_engine.backends.cpu.backend import CpuBackend
 from cache_engine.backends.cuda_backend import CudaBackend
 from cache_engine.backends.protocol import EmbeddingBackend
 from cache_engine.ghost import EmbeddingGhost
+from cache_engine.integers import integer
 from cache_engine.lease import Lease
 from cache_engine.pool import HbmPool
 from cache_engine.refill import Refill
@@ -86,10 +87,11 @@ class EmbeddingCache:
         gather: str = "auto",
         ghost: bool = False,
     ) -> None:
+        row_bytes = integer("row_bytes", row_bytes)
         if not 1 <= row_bytes <= pool.page_bytes:
             raise ValueError(f"row_bytes must be in [1, {pool.page_bytes}] (one page), got {row_bytes}")
         rows_per_page = pool.page_bytes // row_bytes
-        most = pool.pages if max_pages is None else max_pages
+        most = pool.pages if max_pages is None else integer("max_pages", max_pages)
         if not 1 <= most <= pool.pages:
             raise ValueError(f"max_pages must be in [1, {pool.pages}], got {max_pages}")
         if pool.pages * rows_per_page > 900_000_000 or most * rows_per_page > 800_000_000:
@@ -98,6 +100,10 @@ class EmbeddingCache:
                 "it can number 900 million of the former and 800 million of the latter: raise row_bytes, lower "
                 "max_pages or use a smaller pool"
             )
+        if isinstance(tables, np.integer):
+            tables = int(tables)
+        if isinstance(tables, bool) or not (isinstance(tables, int) or hasattr(tables, "__len__")):
+            raise TypeError(f"tables must be a sequence of arrays, or their number, got {tables!r}")
         if pool.payload == isinstance(tables, int):
             raise ValueError(
                 "a pool with payload needs the tables themselves, one array per table; without, just their number"

@@ -121,7 +121,7 @@ class HbmPool:
             )
         if pages >= 2**31:
             raise ValueError(f"pages must be below 2**31, got {pages}")
-        if not 0 <= drain_limit_s <= 1e9:
+        if not 0 <= _real("drain_limit_s", drain_limit_s) <= 1e9:
             raise ValueError(f"drain_limit_s must be in [0, 1e9], got {drain_limit_s}")
         if not 0 <= integer("hysteresis_pages", hysteresis_pages) <= pages:
             raise ValueError(f"hysteresis_pages must be in [0, {pages}], got {hysteresis_pages}")
@@ -131,6 +131,8 @@ class HbmPool:
             raise ValueError(f"backend must be 'cpu' or 'cuda', got {backend!r}")
         if backend == "cpu" and device is not None:
             raise ValueError("a device is for backend 'cuda' alone")
+        if device is not None and not hasattr(device, "launch"):
+            raise TypeError(f"device must be a Device, such as CupyDevice(), got {device!r}")
         self.backend = backend
         self.device = CupyDevice() if backend == "cuda" and device is None else device
         self.pages = pages
@@ -230,7 +232,7 @@ class HbmPool:
         with self.lock:
             self.check_open()
             try:
-                finite = math.isfinite(alpha)
+                finite = math.isfinite(_real("alpha", alpha))
             except OverflowError:  # of an integer that no float can hold
                 finite = False
             if not finite:
@@ -303,6 +305,8 @@ class HbmPool:
         budget = min(integer("budget", budget), self.pages)
         if budget < 0:
             raise ValueError(f"budget must be at least 0 pages, got {budget}")
+        if not (relocate is None or isinstance(relocate, bool)):
+            raise TypeError(f"relocate must be True, False or None, got {relocate!r}")
         with self.lock:
             self.check_open()
             now = time.monotonic_ns() if now_ns is None else int64("now_ns", now_ns)
@@ -415,3 +419,14 @@ class HbmPool:
     def metadata_bytes(self) -> int:
         """Bytes of the pool's own metadata."""
         return sum(array.nbytes for array in self.state)
+
+
+def _real(what: str, value: float) -> float:
+    """Return `value`; TypeError that names it if it is no real number."""
+    try:
+        math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        pass
+    except TypeError:
+        raise TypeError(f"{what} must be a number, got {value!r}") from None
+    return value

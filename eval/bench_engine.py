@@ -58,7 +58,7 @@ class Args:
     verify: int | None = None
     """Random operations whose every byte is compared with its source (default: 1,000,000; 5,000 with --quick)."""
     traces: Path | None = None
-    """Folder of real samples on which policies are compared as well, as far as it has them (default: ../shared/traces)."""
+    """Folder of real samples on which policies are compared as well, as far as there (default: ../shared/traces)."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png|svg")] = None
     """Draw ns per lookup beside the memory's limit here."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None

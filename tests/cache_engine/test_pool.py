@@ -364,7 +364,7 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
         pool.set_goals({"emb": 3.5, "kv": 2}, 1)  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="revision must be an integer, got nan"):
         pool.set_target(0.5, float("nan"))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="must be real number, not NoneType"):
+    with pytest.raises(TypeError, match="alpha must be a number, got None"):
         pool.set_target(None, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="budget must be at least 0 pages, got -1"):
         pool.migrate(-1)

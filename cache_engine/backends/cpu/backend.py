@@ -89,6 +89,8 @@ class CpuBackend:
         rows = batch.as_numpy(out, "out is")
         if not self._tables:
             raise ValueError("the pool was made with payload=False: there are no rows for out")
+        if not isinstance(rows, np.ndarray):
+            raise TypeError(f"out must be an array, got {type(out).__name__}")
         if rows.shape != shape or rows.dtype != np.uint8 or not rows.flags.c_contiguous or not rows.flags.writeable:
             raise ValueError(f"out must be a writeable C-contiguous uint8 array of shape {shape}")
         return rows

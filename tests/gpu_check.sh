@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can say of the cache engine, in under five minutes: tests, compute-sanitizer, a table of speeds.
-# Needs a Python with cupy, numpy, numba and pytest (PYTHON=...), no .venv; fails with one sentence where there is no GPU.
+# Needs a Python with cupy, numpy, numba and pytest (PYTHON=...), no .venv; fails with one sentence where it lacks one of
+# them, or where there is no GPU.
 # Arguments go to the table: --json FILE.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,6 +16,17 @@ limited() { # SECONDS COMMAND...
         [ "$status" -ne 124 ] || echo "error: this took longer than $1 s" >&2
         exit "$status"
     }
+}
+
+lacks=$("$python" - <<'END'
+from importlib.util import find_spec
+
+print(*(name for name in ("cupy", "numpy", "numba", "pytest") if find_spec(name) is None), sep=", ")
+END
+)
+[ -z "$lacks" ] || {
+    echo "error: PYTHON=$python lacks $lacks; it needs cupy, numpy, numba and pytest" >&2
+    exit 1
 }
 
 # A GPU test that skips here would be a check that cannot fail: so first of all there must be a GPU.

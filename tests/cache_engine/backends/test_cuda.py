@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -330,14 +331,32 @@ def test_the_check_of_a_gpu_fails_in_one_sentence_where_there_is_none() -> None:
         sentence = str(e)
     else:
         pytest.skip("there is a GPU here")
+    if find_spec("cupy") is None:
+        sentence = f"PYTHON={sys.executable} lacks cupy; it needs cupy, numpy, numba and pytest"
+    assert gpu_check(sys.executable) == (1, "", f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize("lacking", [["numba"], ["cupy", "pytest"]])
+def test_the_check_of_a_gpu_names_what_its_python_lacks(lacking: list[str], tmp_path: Path) -> None:
+    for name in {"cupy", "numpy", "numba", "pytest"} - set(lacking):
+        (tmp_path / f"{name}.py").touch()
+    python = tmp_path / "python"
+    # Without site-packages.
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    sentence = f"PYTHON={python} lacks {', '.join(lacking)}; it needs cupy, numpy, numba and pytest"
+    assert gpu_check(str(python)) == (1, "", f"error: {sentence}\n")
+
+
+def gpu_check(python: str) -> tuple[int, str, str]:
     done = subprocess.run(
         ["bash", str(ROOT / "tests" / "gpu_check.sh")],
-        env={**os.environ, "PYTHON": sys.executable},
+        env={**os.environ, "PYTHON": python},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {sentence}\n")
+    return done.returncode, done.stdout, done.stderr
 
 
 # The host device itself: it must not pass what a GPU would choke on.

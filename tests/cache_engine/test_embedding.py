@@ -78,7 +78,7 @@ def test_tables_of_more_dimensions_and_of_no_rows() -> None:
     check(pool, emb)
 
 
-def test_fault_8_every_int64_is_a_key() -> None:
+def test_every_int64_is_a_key() -> None:
     """An EMPTY cache asked for -1, -2, 0, INT64_MIN, INT64_MAX: all miss; filled, all hit with slots of their own."""
     pool, emb = build(2)
     keys = np.array([-1, -2, 0, INT64.min, INT64.max])
@@ -94,14 +94,14 @@ def test_fault_8_every_int64_is_a_key() -> None:
     check(pool, emb)
 
 
-def test_fault_8_extreme_rows_of_two_tables_are_served_with_their_own_bytes() -> None:
+def test_extreme_rows_of_two_tables_are_served_with_their_own_bytes() -> None:
     one, two = table(50), table(50, start=1000)
     _, emb = build(2, tables=[one, two])
     assert not emb.lookup(np.array([0, 49])).hit.any()
     assert (served(emb, [0, 49, 0, 49], np.array([0, 0, 1, 1])) == np.concatenate([one[[0, 49]], two[[0, 49]]])).all()
 
 
-def test_fault_9_copies_of_one_missed_key_are_fetched_once() -> None:
+def test_copies_of_one_missed_key_are_fetched_once() -> None:
     """4,096 copies of one key, cold: one fetch, one slot."""
     rows = table(10)
     pool, emb = build(4, tables=[rows])
@@ -116,7 +116,7 @@ def test_fault_9_copies_of_one_missed_key_are_fetched_once() -> None:
     check(pool, emb)
 
 
-def test_fault_10_more_unique_keys_than_slots() -> None:
+def test_more_unique_keys_than_slots() -> None:
     """4 slots, 6 unique keys in a batch: 4 cached, 2 past the cache, all 6 rows right."""
     rows = table(10)
     pool, emb = build(1, tables=[rows])
@@ -139,7 +139,7 @@ def test_a_batch_larger_than_all_slots_is_served_from_beside_the_cache() -> None
     assert emb.stats().requested == 15000
 
 
-def test_fault_14_public_eviction_is_the_same_from_any_counter() -> None:
+def test_public_eviction_is_the_same_from_any_counter() -> None:
     slots = []
     for start in (0, 2**31 - 50, 2**32 - 50):
         _, emb = build(4)
@@ -339,7 +339,7 @@ def test_a_leased_row_that_is_forgotten_keeps_its_bytes_until_the_lease_ends() -
 
 
 def test_leases_add_up_and_end_once() -> None:
-    """Like the pages a, b, a of fault 1: a slot named twice pins its page once, a lease ends once."""
+    """A slot named twice pins its page once, a lease ends once."""
     pool, emb = build(2)
     slots = emb.lookup(np.arange(8)).slots
     one = emb.lease(np.concatenate([slots, slots, [-1]]))

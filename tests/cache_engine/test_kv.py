@@ -97,7 +97,7 @@ def test_an_extension_never_evicts_the_user_himself() -> None:
     check(pool, kv=kv)
 
 
-def test_fault_1_released_twice_or_allocated_below_zero_changes_nothing() -> None:
+def test_released_twice_or_allocated_below_zero_changes_nothing() -> None:
     pool, kv = build(4)
     kv.extend(1, 8)
     one, two = kv.lease(1), kv.lease(1)
@@ -122,7 +122,7 @@ def test_fault_1_released_twice_or_allocated_below_zero_changes_nothing() -> Non
 
 
 @pytest.mark.parametrize("completes_first", [True, False])
-def test_fault_2_pages_under_transfer_are_nobody_elses(completes_first: bool) -> None:
+def test_pages_under_transfer_are_nobody_elses(completes_first: bool) -> None:
     """A transfer into A's pages, A aborted: B never gets them before it ends; afterwards nothing leaks."""
     pool, kv = build(4, payload=True)
     kv.extend(1, 12)
@@ -154,7 +154,7 @@ def test_fault_2_pages_under_transfer_are_nobody_elses(completes_first: bool) ->
     check(pool, kv=kv)
 
 
-def test_fault_3_fill_and_free_in_random_order() -> None:
+def test_fill_and_free_in_random_order() -> None:
     """One tier: counts exact, every page in one list."""
     rng = np.random.default_rng(0)
     pool, kv = build(32)
@@ -169,7 +169,7 @@ def test_fault_3_fill_and_free_in_random_order() -> None:
             check(pool, kv=kv)
 
 
-def test_fault_5_an_allocation_that_does_not_fit_is_rolled_back() -> None:
+def test_an_allocation_that_does_not_fit_is_rolled_back() -> None:
     """5 pages free, another caller takes 3, allocate 5: refused, nothing changed."""
     pool, kv = build(5)
     assert kv.extend(1, 12)
@@ -188,7 +188,7 @@ def test_fault_5_an_allocation_that_does_not_fit_is_rolled_back() -> None:
     check(pool, kv=kv)
 
 
-def test_fault_6_what_lost_its_head_is_never_a_hit() -> None:
+def test_what_lost_its_head_is_never_a_hit() -> None:
     """History p0 p1 p2: pages go from the tail, so p0 goes last; reused by another user it hits for him alone."""
     pool, kv = build(3)
     kv.extend(1, 12)
@@ -205,7 +205,7 @@ def test_fault_6_what_lost_its_head_is_never_a_hit() -> None:
     check(pool, kv=kv)
 
 
-def test_fault_7_a_lookup_whose_extension_fails_three_times_is_counted_once() -> None:
+def test_a_lookup_whose_extension_fails_three_times_is_counted_once() -> None:
     _, kv = build(4)
     kv.extend(1, 12)
     lease = kv.lease(1)
@@ -218,7 +218,7 @@ def test_fault_7_a_lookup_whose_extension_fails_three_times_is_counted_once() ->
     assert kv.stats() == KvStats(lookups=1, requested=8, hits=0, misses=8, extended=2, evicted=1, refused=3, stale=0)
 
 
-def test_fault_11_a_history_that_shrinks_evicts_nobody() -> None:
+def test_a_history_that_shrinks_evicts_nobody() -> None:
     """From 128 to 16 tokens."""
     pool, kv = build(40)
     kv.extend(1, 128)
@@ -231,7 +231,7 @@ def test_fault_11_a_history_that_shrinks_evicts_nobody() -> None:
     check(pool, kv=kv)
 
 
-def test_fault_11_where_all_users_are_leased_an_extension_is_refused() -> None:
+def test_where_all_users_are_leased_an_extension_is_refused() -> None:
     pool, kv = build(4)
     for user in (1, 2):
         kv.extend(user, 8)
@@ -246,7 +246,7 @@ def test_fault_11_where_all_users_are_leased_an_extension_is_refused() -> None:
         lease.release()
 
 
-def test_fault_12_a_request_larger_than_the_pool_is_refused_at_once() -> None:
+def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
     pool, kv = build(4)
     kv.extend(1, 8)
     for tokens in (17, 2**40, 2**63 - 1):

@@ -147,7 +147,7 @@ def test_a_user_who_comes_back_keeps_what_the_host_has_of_him() -> None:
     check(pool, kv=kv)
 
 
-def test_fault_1_twice_and_below_zero_change_nothing() -> None:
+def test_done_twice_or_below_zero_changes_nothing() -> None:
     pool, kv = build(3, 4)
     write(pool, kv, 1, 12)
     write(pool, kv, 2, 8)
@@ -175,7 +175,7 @@ def test_fault_1_twice_and_below_zero_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("lost_by", ["drop", "epoch", "close"])
-def test_fault_2_pages_of_a_copy_on_its_way_are_nobody_elses(lost_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_copy_on_its_way_are_nobody_elses(lost_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy into A's page, A aborted, B allocates: B gets neither of its pages before it ends; then nothing leaks."""
     pool, kv = build(4, 4)
     write(pool, kv, 1, 16)
@@ -220,7 +220,7 @@ def test_fault_2_pages_of_a_copy_on_its_way_are_nobody_elses(lost_by: str, monke
     check(pool, kv=kv)
 
 
-def test_fault_2_a_copy_that_ends_before_the_abort() -> None:
+def test_a_copy_that_ends_before_the_abort() -> None:
     pool, kv = build(4, 5)
     write(pool, kv, 1, 16)
     write(pool, kv, 2, 16)
@@ -329,7 +329,7 @@ def test_a_page_that_cannot_be_saved_is_in_neither_tier(copies: int, monkeypatch
     check(pool, kv=kv)
 
 
-def test_fault_3_fill_offload_onboard_and_free_in_random_order() -> None:
+def test_fill_offload_onboard_and_free_in_random_order() -> None:
     """Per-tier counts exact against an independent model, every page in one list, over 5,000 operations."""
     rng = np.random.default_rng(3)
     pool, kv = build(24, 16, payload=False)
@@ -381,7 +381,7 @@ def test_fault_3_fill_offload_onboard_and_free_in_random_order() -> None:
         lease.release()
 
 
-def test_fault_6_a_prefix_with_a_hole_is_never_reported() -> None:
+def test_a_prefix_with_a_hole_is_never_reported() -> None:
     pool, kv = build(4, 4)
     write(pool, kv, 1, 16)
     write(pool, kv, 2, 12)
@@ -401,7 +401,7 @@ def test_fault_6_a_prefix_with_a_hole_is_never_reported() -> None:
     check(pool, kv=kv)
 
 
-def test_fault_6_an_epoch_ends_in_both_tiers() -> None:
+def test_an_epoch_ends_in_both_tiers() -> None:
     pool, kv = build(3, 4, payload=False)
     kv.extend(1, 12, epoch=1)
     kv.extend(2, 8, epoch=1)
@@ -418,7 +418,7 @@ def test_fault_6_an_epoch_ends_in_both_tiers() -> None:
     check(pool, kv=kv)
 
 
-def test_fault_11_a_history_that_shrinks_evicts_nobody_from_either_tier() -> None:
+def test_a_history_that_shrinks_evicts_nobody_from_either_tier() -> None:
     pool, kv = build(4, 8, payload=False)
     kv.extend(1, 32 // 2)
     kv.extend(2, 12)
@@ -429,7 +429,7 @@ def test_fault_11_a_history_that_shrinks_evicts_nobody_from_either_tier() -> Non
     check(pool, kv=kv)
 
 
-def test_fault_11_where_all_others_are_leased_nothing_comes_and_nothing_goes() -> None:
+def test_where_all_others_are_leased_nothing_comes_and_nothing_goes() -> None:
     pool, kv = build(4, 8, payload=False)
     kv.extend(1, 16)
     kv.extend(2, 12)

@@ -140,7 +140,7 @@ def test_the_pool_counts_targets_by_outcome_and_pages() -> None:
     lease.release()
 
 
-def test_fault_4_a_target_below_pinned_pages_is_deferred_and_completes_by_itself() -> None:
+def test_a_target_below_pinned_pages_is_deferred_and_completes_by_itself() -> None:
     """8 pages, 6 pinned, target 4: no exception, lookups served, no new pages; unpinned: applied; 8: grows again."""
     pool, emb, kv = build(pages=8, min_pages=0)
     pool.set_goals({"emb": 8, "kv": 0}, 1)
@@ -177,7 +177,7 @@ def test_fault_4_a_target_below_pinned_pages_is_deferred_and_completes_by_itself
     check(pool, emb, kv)
 
 
-def test_fault_4_for_kv_pages() -> None:
+def test_a_target_below_pinned_kv_pages_is_deferred() -> None:
     pool, emb, kv = build(pages=8, min_pages=0)
     pool.set_goals({"emb": 0, "kv": 8}, 1)
     pool.migrate(8)
@@ -277,7 +277,7 @@ def test_a_page_with_empty_slots_that_comes_back_is_filled_again() -> None:
     check(pool, emb)
 
 
-def test_fault_13_a_partition_of_no_pages() -> None:
+def test_a_partition_of_no_pages() -> None:
     """Lookups go past the cache; nothing divides by zero."""
     pool, emb, kv = build(min_pages=0)
     assert emb.lookup(ids(0)).slots.tolist() == [-1] * 4, "before the first page"

@@ -154,7 +154,7 @@ def test_the_observation_is_the_builders_on_the_same_windows_which_are_those_of_
 
 
 def test_latency_runs_from_the_scheduled_arrival_while_the_server_stalls(make: Make) -> None:
-    """FAULTS, training 11. A stall of .5 s in requests every 20 ms: from send times all would look fast."""
+    """A stall of .5 s in requests every 20 ms: from send times all would look fast."""
     env = make(live(hardware__max_batch=4), arrivals(20, 1.5))
     env.reset(options={"start": 0, "alpha": 0.5})
     stall: list[int] = []

@@ -96,7 +96,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_rows_of_a_refill_are_published_after_their_copy_is_done(
     world: World, small_chunks: int, gather: str, copy: str
 ) -> None:
-    """Fault 2: whatever comes between is served as if the copy were not there."""
+    """Whatever comes between is served as if the copy were not there."""
     pool, emb = build(world, gather=gather)
     world.slow = True
     assert emb.refill(np.arange(10)) == 10
@@ -237,7 +237,7 @@ def test_pages_are_copied_in_pieces_after_what_the_foreground_wrote(
     assert (host_of_front(pool.page(3)) == data).all(), "there without another's waiting"
 
 
-def test_fault_2_nobody_gets_a_page_while_bytes_are_copied_into_it(
+def test_nobody_gets_a_page_while_bytes_are_copied_into_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transfer into A's pages begins, A is dropped, B asks for pages: B has them when the transfer has ended."""
@@ -394,7 +394,7 @@ def test_strided_ids_empty_batches_and_a_batch_larger_than_the_cache(world: Worl
     _, emb = build(world, pages=1)
     answer = emb.lookup(np.arange(6))
     assert (host(world, answer.rows).view(np.int32) == numbers()[:6]).all()
-    assert (host(world, answer.slots) >= 0).sum() == 4, "fault 10: four cached, two past the cache"
+    assert (host(world, answer.slots) >= 0).sum() == 4, "four cached, two past the cache"
     assert emb.stats().bypassed == 2
 
 

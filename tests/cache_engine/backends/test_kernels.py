@@ -99,7 +99,7 @@ def test_batches_of_thousands_of_keys(host_device: HostDevice) -> None:
     assert twins.emb.counters[cpu.BYPASSED] > 1000
 
 
-def test_fault_9_thousands_of_copies_of_one_cold_key(host_device: HostDevice) -> None:
+def test_thousands_of_copies_of_one_cold_key(host_device: HostDevice) -> None:
     host_device.clear(seed=1)
     twins = Twins(host_device, 2, 8, 2)
     twins.own_all()

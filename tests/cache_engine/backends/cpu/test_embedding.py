@@ -173,7 +173,7 @@ def cached(twin: Twin) -> set[int]:
 
 
 @pytest.mark.parametrize("start", [0, 2**31 - 9, 2**31 - 1, 2**32 - 9, 2**32 - 1], ids=str)
-def test_fault_14_eviction_does_not_depend_on_where_the_counter_of_use_starts(start: int) -> None:
+def test_eviction_does_not_depend_on_where_the_counter_of_use_starts(start: int) -> None:
     """16 slots, hand at slot 0: each miss takes the oldest of its own window of 8."""
     twin = filled(2, 8, [[k] for k in range(16)], start)
     twin.lookup([(0, 0), (0, 1), (0, 9)])

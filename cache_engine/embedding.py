@@ -138,17 +138,17 @@ class EmbeddingCache:
             else:
                 self._backend = CudaBackend(pool.state, pool.storage, *sizes, row_bytes, pool.device, gather)
             try:
+                self._refill = Refill(self._backend, row_bytes)
+                self.ghost: EmbeddingGhost | None = None
+                if ghost:
+                    self.ghost = EmbeddingGhost(
+                        pool, name, max_pages=most, rows_per_page=rows_per_page, policy=kernels.POLICIES[policy]
+                    )
+                    self._backend.sample_below(self.ghost.limit)
                 pool.attach(name, self, most)
             except BaseException:
                 self._backend.close()
                 raise
-            self._refill = Refill(self._backend, row_bytes)
-            self.ghost: EmbeddingGhost | None = None
-            if ghost:
-                self.ghost = EmbeddingGhost(
-                    pool, name, max_pages=most, rows_per_page=rows_per_page, policy=kernels.POLICIES[policy]
-                )
-                self._backend.sample_below(self.ghost.limit)
             pool.at_close(self._close)
 
     @property
@@ -165,7 +165,8 @@ class EmbeddingCache:
         """Look up a batch; missed rows are fetched from the host tables and admitted.
 
         Args:
-            ids: [n] integers, any int64 without payload, row numbers of their table with payload.
+            ids: [n] integers, any int64 without payload, row numbers of their table with payload. They are read more
+                than once: nobody may change them before this returns.
             tables: [n] table of each id, or one table for all.
             out: uint8 [n, row_bytes] to fill instead of a new array, in the pool's memory; with payload only.
 
@@ -178,12 +179,16 @@ class EmbeddingCache:
             self._pool.check_open()
             table, keys, n = self._backend.batch(ids, tables, rows=True)
             rows = self._backend.output(n, out)
-            self._refill.admit()
-            hit, slots, fetched = self._backend.lookup(table, keys, n, rows)
-            if self.ghost is not None:
-                self._backend.feed(self.ghost, table, keys, n)
-            # After this batch's own rows, which would have waited for it.
-            self._refill.start()
+            try:
+                self._pool.busy = True
+                self._refill.admit()
+                hit, slots, fetched = self._backend.lookup(table, keys, n, rows)
+                if self.ghost is not None:
+                    self._backend.feed(self.ghost, table, keys, n)
+                # After this batch's own rows, which would have waited for it.
+                self._refill.start()
+            finally:
+                self._pool.busy = False
             return EmbeddingLookup(rows=rows if out is None else out, hit=hit, slots=slots, fetched=fetched)
 
     def refill(self, ids: Any, tables: Any = 0) -> int:
@@ -216,11 +221,15 @@ class EmbeddingCache:
         """
         with self._pool.lock:
             self._pool.check_open()
-            self._refill.admit(wait)
-            self._refill.start()
-            while wait and self._refill.waiting:
+            try:
+                self._pool.busy = True
                 self._refill.admit(wait)
                 self._refill.start()
+                while wait and self._refill.waiting:
+                    self._refill.admit(wait)
+                    self._refill.start()
+            finally:
+                self._pool.busy = False
             self._refill.check()
             return self._refill.waiting
 

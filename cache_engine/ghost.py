@@ -134,7 +134,8 @@ class EmbeddingGhost:
             groups = (self._hits[1] - self._hits[0]) * step / followed
             # It can neither lose more hits than there are, nor gain more than there are misses.
             have = float(self._hits.sum()) / 2
-            gain = min(max(float(groups.sum()), -have / followed), (self._asked - have) / followed)
+            least, most = max(-1.0, -have / followed), min(1.0, (self._asked - have) / followed)
+            gain = min(max(float(groups.sum()), least), most)
             return _with_error(gain, groups, step / followed, self.rate)
 
     def reset(self) -> None:

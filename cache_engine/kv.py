@@ -16,6 +16,8 @@ from cache_engine.lease import Lease
 from cache_engine.pool import HbmPool
 from cache_engine.stats import KvStats
 
+MOST_TOKENS = 2**40  # of a history: counters add them up
+
 
 class KvLease(Lease):
     """Holds a user's pages in place; see `KvCache.lease`."""
@@ -55,9 +57,10 @@ class KvCache:
     def __init__(
         self, pool: HbmPool, *, token_bytes: int, name: str = "kv", host_pages: int = 0, ghost: bool = False
     ) -> None:
-        if not 1 <= integer("token_bytes", token_bytes) <= pool.page_bytes:
+        token_bytes, host_pages = integer("token_bytes", token_bytes), integer("host_pages", host_pages)
+        if not 1 <= token_bytes <= pool.page_bytes:
             raise ValueError(f"token_bytes must be in [1, {pool.page_bytes}] (one page), got {token_bytes}")
-        if not 0 <= integer("host_pages", host_pages) < 2**31 - 1:
+        if not 0 <= host_pages < 2**31 - 1:
             raise ValueError(f"host_pages must be in [0, 2**31 - 2], got {host_pages}")
         self.token_bytes = token_bytes
         self.page_tokens = pool.page_bytes // token_bytes
@@ -289,6 +292,6 @@ class KvCache:
 
 def _tokens(value: int) -> int:
     tokens = integer("tokens", value)
-    if not 0 <= tokens < 2**63:
-        raise ValueError(f"tokens must be at least 0 and fit int64, got {tokens}")
+    if not 0 <= tokens <= MOST_TOKENS:
+        raise ValueError(f"tokens must be in [0, {MOST_TOKENS}], got {tokens}")
     return tokens

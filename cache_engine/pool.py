@@ -159,6 +159,7 @@ class HbmPool:
         self._moved = np.zeros(3, np.int64)  # pages granted, taken, aborted until the last reading of `stats`
         self._lost: deque[Callable[[], None]] = deque()
         self._closed = False
+        self.busy = False  # an operation is under way that no other may come into, not even of its own thread
 
     def member(self, name: str) -> int:
         """Return the number of the member `name`; ValueError if there is none."""
@@ -204,7 +205,12 @@ class HbmPool:
         return self._closed
 
     def check_open(self) -> None:
-        """Raise PoolClosedError after `close`. Each operation begins with it, under the lock."""
+        """Raise PoolClosedError after `close`. Each operation begins with it, under the lock.
+
+        RuntimeError inside another one of the same thread, which the re-entrant lock does not keep out.
+        """
+        if self.busy:
+            raise RuntimeError("a finaliser or signal handler called the pool in the middle of an operation")
         if self._lost:
             self._end_lost()
         if self._closed:

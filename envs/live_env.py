@@ -97,8 +97,8 @@ class HelmLiveEnv(gym.Env[FloatArray, FloatArray]):
             raise UserError(
                 f"episode_s must be at least one interval ({self.scenario.control.interval_s:g} s), got {episode_s}"
             )
-        if not 0 <= warm_s < math.inf:
-            raise UserError(f"warm_s must be at least 0, got {warm_s}")
+        if not 0 <= warm_s <= 1e6:
+            raise UserError(f"warm_s must be in [0, 1e6] seconds, got {warm_s}")
         self._episode_s = episode_s
         self._warm_ns = round(warm_s * 1e9)
         self.observation_space = spaces.Box(observation.LOW, observation.HIGH, dtype=np.float32)

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from envs.serving.matrix_product import MatrixProduct
 from envs.serving.node import GHOST_MEMORY_S, page_layout, plain
 from envs.serving.rows import ITEMS, RowState, build_rows, candidate_rows, history_rows
 from helm_rl.errors import UserError
+from helm_rl.memory import free_bytes
 from helm_rl.metrics import SHED_FACTOR, WindowStats
 from helm_rl.profiles.hardware import resolve_hardware
 from helm_rl.profiles.model import resolve_model
@@ -105,8 +105,8 @@ class LiveNode:
     ) -> None:
         if backend not in BACKENDS:
             raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        if not (math.isfinite(speed) and speed > 0):
-            raise UserError(f"speed must be above 0, got {speed}")
+        if not 1e-6 <= speed <= 1e6:
+            raise UserError(f"speed must be in [1e-6, 1e6], got {speed}")
         if not (math.isfinite(compute_scale) and compute_scale >= 0):
             raise UserError(f"compute_scale must be at least 0, got {compute_scale}")
         if not 1 <= table_rows < 2**31:
@@ -620,11 +620,9 @@ def _at_speed(trace: Trace, speed: float) -> Trace:
 
 def _refuse_larger_than_memory(scenario: Scenario, need_bytes: int) -> None:
     """Refuse what the machine has no memory for, before it is taken from whatever else runs there."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-            if need_bytes > free:
-                raise UserError(
-                    f"scenario {scenario.name} needs {need_bytes / 2**30:.1f} GiB of memory for pool and tables, and "
-                    f"{free / 2**30:.1f} GiB are free: lower hardware.pool_gib or table_rows, or use scenario laptop"
-                )
+    free = free_bytes()
+    if need_bytes > free:
+        raise UserError(
+            f"scenario {scenario.name} needs {need_bytes / 2**30:.1f} GiB of memory for pool and tables, and "
+            f"{free / 2**30:.1f} GiB are free: lower hardware.pool_gib or table_rows, or use scenario laptop"
+        )

@@ -356,6 +356,41 @@ def test_leases_add_up_and_end_once() -> None:
     check(pool, emb)
 
 
+def test_a_finaliser_in_the_middle_of_a_lookup_is_refused() -> None:
+    """The lock is re-entrant: rows would come from slots that the nested batch has filled anew."""
+    rows = table(5000)
+    pool, emb = build(16, 4096, 64, tables=[rows])
+    refused = []
+
+    class Careless(np.ndarray):
+        """A table that looks rows up while it is read."""
+
+        def __getitem__(self, key: Any) -> Any:
+            for call in (lambda: emb.lookup(np.arange(9)), lambda: pool.migrate(1), emb.stats):
+                try:
+                    call()
+                except RuntimeError as e:
+                    refused.append(str(e))
+            return super().__getitem__(key)
+
+    emb._backend._tables[0] = rows.view(np.uint8).reshape(5000, 16).view(Careless)  # type: ignore[attr-defined]
+    keys = np.arange(100, 150)
+    assert (served(emb, keys)[:, :4] == rows[keys]).all()
+    assert len(refused) == 2, "reading counters changes nothing that a lookup needs"
+    assert "in the middle of an operation" in refused[0]
+    assert emb.lookup(keys).hit.all()
+
+
+def test_keys_that_change_during_a_lookup_break_nothing_but_themselves() -> None:
+    """What the caller must not do leaves a row that nobody finds; its slot comes back with its page."""
+    pool, emb = build(4)
+    emb.lookup(np.arange(16))
+    emb.state.row["key"][5] = 12345  # as if the key had been another one when it was written
+    pool.set_goals({"emb": 0}, 1)
+    assert pool.migrate(4).freed == 4
+    assert not emb.lookup(np.arange(16)).hit.any()
+
+
 def test_a_lease_is_neither_copied_nor_pickled() -> None:
     _, emb = build(1)
     lease = emb.lease(emb.lookup(np.array([1])).slots)

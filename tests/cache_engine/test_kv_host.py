@@ -154,7 +154,7 @@ def test_done_twice_or_below_zero_changes_nothing() -> None:
     assert kv.onboard(1, 12) == 12
     before = [array.copy() for array in (*kv.state[:-1], *(kv.host or ())[:-1])]
     assert kv.onboard(1, 12) == 12
-    with pytest.raises(ValueError, match="tokens must be at least 0"):
+    with pytest.raises(ValueError, match="tokens must be in"):
         kv.onboard(1, -1)
     with pytest.raises(ValueError, match="user must fit int64"):
         kv.onboard(2**63, 1)
@@ -508,7 +508,7 @@ def test_users_of_any_int64() -> None:
         assert write(pool, kv, user, 4)
     for user in users:
         assert kv.lookup(user, 4) == (4 if user == users[-1] and kv.onboardable(user, 4) == 0 else 0)
-        assert kv.onboard(user, 2**63 - 1) == 4
+        assert kv.onboard(user, 2**40) == 4
         assert right(pool, kv, user, 4)
         check(pool, kv=kv)
 
@@ -518,8 +518,8 @@ def test_tokens_of_none_and_of_all() -> None:
     assert (kv.onboard(1, 0), kv.onboardable(1, 0), kv.extend(1, 0)) == (0, 0, True)
     kv.extend(1, 8)
     kv.offload(2)
-    assert (kv.onboard(1, 0), kv.extend(1, 0), kv.onboardable(1, 0), kv.onboardable(1, 2**63 - 1)) == (0, True, 0, 8)
-    assert not kv.extend(1, 2**63 - 1)
+    assert (kv.onboard(1, 0), kv.extend(1, 0), kv.onboardable(1, 0), kv.onboardable(1, 2**40)) == (0, True, 0, 8)
+    assert not kv.extend(1, 2**40)
     assert tiers(kv, 1) == [(0, 2)], "refused: nothing changed"
     check(pool, kv=kv)
 

@@ -447,8 +447,8 @@ def test_a_policy_trained_on_helm_node_runs_here_unchanged(make: Make, tmp_path:
     ("options", "message"),
     [
         ({"backend": "gpu"}, "backend must be one of cpu, cuda, got 'gpu'"),
-        ({"speed": 0}, "speed must be above 0, got 0"),
-        ({"speed": float("nan")}, "speed must be above 0, got nan"),
+        ({"speed": 0}, r"speed must be in \[1e-6, 1e6\], got 0"),
+        ({"speed": float("nan")}, r"speed must be in \[1e-6, 1e6\], got nan"),
         ({"compute_scale": -1}, "compute_scale must be at least 0"),
         ({"table_rows": 0}, "table_rows must lie in 1 to"),
         ({"warm_s": float("inf")}, "warm_s must be at least 0"),

@@ -218,6 +218,7 @@ class CpuBackend:
             pending = self.sample[: 2 + int(self.sample[1])]
             self.sample = np.zeros(2 + MOST_PENDING + n, np.uint64)
             self.sample[: pending.size] = pending
+            pending[1] = 0  # whoever still has the old one must not follow them too
         self._scratch = kernels.new_embedding_scratch(n)._replace(sample=self.sample)
         kernels.pack(self.state, self._pool, self._scratch, self._packed)
 

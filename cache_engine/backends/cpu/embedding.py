@@ -361,17 +361,18 @@ def _set_tag(emb: EmbeddingState, e: int, tag: np.uint64) -> None:
 
 @inner
 def _erase(emb: EmbeddingState, e: int) -> None:
-    emb.slot[e] = EMPTY
-    _set_tag(emb, e, np.uint64(0))
+    if e >= 0:
+        emb.slot[e] = EMPTY
+        _set_tag(emb, e, np.uint64(0))
 
 
 @inner
 def _entry_of(emb: EmbeddingState, line: int | np.int64, slot: int) -> int:
-    """Return the entry in `line` that tells of `slot`; there must be one."""
-    e = line * LINE_INTS + FIRST_SLOT
-    while emb.slot[e] != slot:
-        e += 1
-    return int(e)
+    """Return the entry in `line` that tells of `slot`, or -1: a caller who changes keys while they are looked up."""
+    for e in range(line * LINE_INTS + FIRST_SLOT, (line + 1) * LINE_INTS):
+        if emb.slot[e] == slot:
+            return int(e)
+    return -1
 
 
 @inner
@@ -409,7 +410,7 @@ def _probe(
         for i in range(start, end):
             bits = mix2(np.uint64(tables[i]), np.uint64(keys[i]))
             hashes[i] = bits
-            if bits < limit:
+            if bits < limit and 2 + n_sampled < sample.size:
                 sample[2 + n_sampled] = bits
                 n_sampled += 1
             prefetch(word, reduce_range(bits, sets) * LINE_WORDS)
@@ -788,6 +789,7 @@ def relocate_pages(
         gone += finish_drains(emb, pool, 1, now_ns, limit_ns)
         sampled = scratch.sample[1]
         for _ in range(2):
+            scratch.sample[1] = sampled  # nobody asked for these keys
             requested, hits, misses = counters[REQUESTED], counters[HITS], counters[MISSES]
             fetched, bypassed = counters[FETCHED], counters[BYPASSED]
             misses_now = lookup(emb, pool, scratch, tables, keys, n)

@@ -29,7 +29,6 @@ ASKED = 0  # sampled weight asked
 FOLLOWED = 1  # weight of all keys followed
 RATE = 2
 BUCKET = 3  # width of a bucket, in units of weight
-N_SUMS = 4
 
 
 class GhostState(NamedTuple):
@@ -114,7 +113,8 @@ def _follow(ghost: GhostState, hits: npt.NDArray[np.float64], key: int, weight: 
         reused = min(held, asked)
         # Itself needs room too: half of a run on the average, one unit for a single row.
         size = (ghost.sums[FOLLOWED] - _prefix(ghost, position + 1)) / ghost.sums[RATE] + 0.5 * (reused + 1.0)
-        bucket = math.ceil(size / ghost.sums[BUCKET]) - 1
+        # Sums of floats: what cancels out may fall below nothing.
+        bucket = max(0, math.ceil(size / ghost.sums[BUCKET]) - 1)
         if bucket < hits.size:
             hits[bucket] += reused
         _add(ghost, position, -held)

@@ -294,7 +294,7 @@ def shortage(kv: KvState, pool: PoolState, e: int, need: int) -> int:
     # No new page while over the goal: what is used afterwards, unevictable pages and his own, must fit under it.
     limit = min(pool.goal[member], pool.owned[member] - pool.n_draining[member])
     fixed = kv.scalars[PINNED] - own_pinned + have
-    if fixed + need > limit:
+    if need > limit - fixed:
         return NONE
     return max(0, kv.scalars[USED] + need - limit)
 

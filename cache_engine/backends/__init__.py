@@ -1,1 +1,1 @@
-"""Where cache operations run: `cpu` (NumPy and numba). A CUDA backend takes its place beside it."""
+"""Where cache operations run: `cpu` (NumPy, numba) and `cuda` (CuPy); `protocol` is what both offer."""

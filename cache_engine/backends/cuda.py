@@ -1,7 +1,6 @@
 """The embedding cache's kernels on a CUDA device.
 
-This has never run on a GPU yet. The kernels are compiled for sm_80 and sm_90 and, with the launches below, run on the
-host against the CPU backend; `make gpu-check` is what a GPU has still to say.
+The kernels are compiled for sm_80 and sm_90 and, with the launches below, run on the host against the CPU backend.
 
 The pool's metadata stay on the host, where other members and leases change them; what a batch needs of them is copied
 to the device when it has changed. Which pages to take or give up is decided by the CPU backend's own kernels, from the

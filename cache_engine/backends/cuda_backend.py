@@ -1,6 +1,6 @@
 """The embedding cache on a device: arrays of the device in and out, foreground on one stream, refills on another.
 
-This has never run on a GPU yet; all of it runs on a device that the tests keep on the host.
+All of it runs on a device that the tests keep on the host.
 """
 
 from __future__ import annotations

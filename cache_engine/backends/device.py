@@ -1,6 +1,6 @@
 """What the CUDA backend asks of a device, and CuPy as one.
 
-This has never run on a GPU yet; `make gpu-check` is what a GPU has still to say.
+The CUDA backend has never run on a GPU yet; `make gpu-check` is what a GPU has still to say.
 """
 
 from __future__ import annotations

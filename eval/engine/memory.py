@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from eval.engine.caches import Compiled, make_cache
 from eval.engine.loads import scatter, zipf
 from helm_rl.figures import Figure
 from helm_rl.files import atomic_file
+from helm_rl.memory import free_bytes
 
 Advance = Callable[[str], None]
 
@@ -44,17 +44,6 @@ def fitting_slots(exponents: Sequence[int]) -> tuple[list[int], list[int]]:
     free = free_bytes() / 2
     fit = [1 << e for e in exponents if (1 << e) * _BYTES_PER_SLOT * _ROOM <= free]
     return fit, [1 << e for e in exponents if 1 << e not in fit]
-
-
-def free_bytes() -> int:
-    """Bytes of memory that a process can still get."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_memory(slots: int, policy: str, repeats: int, advance: Advance) -> MemoryPoint:

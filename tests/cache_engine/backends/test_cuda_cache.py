@@ -237,9 +237,7 @@ def test_pages_are_copied_in_pieces_after_what_the_foreground_wrote(
     assert (host_of_front(pool.page(3)) == data).all(), "there without another's waiting"
 
 
-def test_nobody_gets_a_page_while_bytes_are_copied_into_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_gets_a_page_while_bytes_are_copied_into_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer into A's pages begins, A is dropped, B asks for pages: B has them when the transfer has ended."""
     pool = HbmPool(2, 64, ("kv",), min_pages=0, backend="cuda", device=world.device())
     kv = KvCache(pool, token_bytes=16)

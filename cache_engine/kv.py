@@ -29,7 +29,7 @@ class KvLease(Lease):
         super().__init__(pool)
 
     def _end(self) -> None:
-        kernels.unpin(self._state, self._pool.state, self._entry)
+        kernels.unpin(self._state, self._entry)
 
 
 class KvCache:
@@ -90,7 +90,7 @@ class KvCache:
             if self.ghost is not None:
                 self.ghost.feed(user, -(-tokens // self.page_tokens))
             if self.host is not None:
-                return int(tiers.lookup_tiers(self.state, self.host, self._pool.state, user, epoch, tokens))
+                return int(tiers.lookup_tiers(self.state, self.host, user, epoch, tokens))
             return int(kernels.lookup_packed(self._packed, user, epoch, tokens))
 
     def onboardable(self, user: int, tokens: int, epoch: int = 0) -> int:
@@ -190,8 +190,8 @@ class KvCache:
         with self._pool.lock:
             self._pool.check_open()
             if self.host is not None:
-                return bool(tiers.drop_tiers(self.state, self.host, self._pool.state, user))
-            return bool(kernels.drop(self.state, self._pool.state, user))
+                return bool(tiers.drop_tiers(self.state, self.host, user))
+            return bool(kernels.drop(self.state, user))
 
     def stats(self) -> KvStats:
         """Return the counters since the last call and start them anew."""

@@ -157,7 +157,7 @@ def _serve(
 
     # Newest events were never computed, so they cannot be found.
     old = history - np.int64(node.new[i])
-    prefix = kv.lookup(kvs, pool, user, 0, old)
+    prefix = kv.lookup(kvs, user, 0, old)
     window[TOKENS] += history
     window[TOKENS_HIT] += prefix
     pages = float(-(-history // kvs.scalars[kv.PAGE_TOKENS]))

@@ -49,7 +49,7 @@ def stage_seconds(node: NodeSim, requests: int, repeats: int = 1, alpha: float =
 def _kv_stage(node: NodeState, pool: PoolState, kvs: KvState, prefix: npt.NDArray[np.int64]) -> None:
     for i in range(prefix.size):
         history = np.int64(node.history[i])
-        prefix[i] = kv.lookup(kvs, pool, node.user[i], 0, history - np.int64(node.new[i]))
+        prefix[i] = kv.lookup(kvs, node.user[i], 0, history - np.int64(node.new[i]))
         kv.extend(kvs, pool, node.user[i], 0, history)
 
 

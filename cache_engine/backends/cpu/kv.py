@@ -115,8 +115,8 @@ def pack(kv: KvState, pool: PoolState, packed: npt.NDArray[np.uint8]) -> None:
 @kernel
 def lookup_packed(packed: npt.NDArray[np.uint8], user: int, epoch: int, tokens: int) -> int:
     """`lookup` with the state that `pack` wrote."""
-    kv, pool = _load(packed)
-    return int(lookup(kv, pool, user, epoch, tokens))
+    kv, _ = _load(packed)
+    return int(lookup(kv, user, epoch, tokens))
 
 
 @kernel
@@ -140,7 +140,7 @@ def find(kv: Users, user: int) -> int:
 
 
 @kernel
-def lookup(kv: KvState, pool: PoolState, user: int, epoch: int, tokens: int) -> int:
+def lookup(kv: KvState, user: int, epoch: int, tokens: int) -> int:
     """Return how many of the first `tokens` tokens of the user's history are cached; he becomes the most recent.
 
     A cache of another epoch is dropped and misses.
@@ -152,7 +152,7 @@ def lookup(kv: KvState, pool: PoolState, user: int, epoch: int, tokens: int) -> 
     if e != NONE:
         if kv.epoch[e] != epoch:
             kv.counters[STALE] += 1
-            drop(kv, pool, user)
+            drop(kv, user)
         else:
             hit = min(kv.tokens[e], tokens)
             unlink(kv, e)
@@ -173,7 +173,7 @@ def extend(kv: KvState, pool: PoolState, user: int, epoch: int, tokens: int) -> 
     e = find(kv, user)
     if e != NONE and kv.epoch[e] != epoch:
         kv.counters[STALE] += 1
-        drop(kv, pool, user)
+        drop(kv, user)
         e = NONE
     need = -(-tokens // page_tokens) - (kv.n_pages[e] if e != NONE else 0)
     if need <= 0:
@@ -221,7 +221,7 @@ def pin(kv: KvState, user: int) -> int:
 
 
 @kernel
-def unpin(kv: KvState, pool: PoolState, e: int) -> None:
+def unpin(kv: KvState, e: int) -> None:
     """End a lease of entry `e`; a dropped user's pages become idle with the last one."""
     kv.pins[e] -= 1
     if kv.pins[e] == 0:
@@ -233,7 +233,7 @@ def unpin(kv: KvState, pool: PoolState, e: int) -> None:
 
 
 @kernel
-def drop(kv: KvState, pool: PoolState, user: int) -> bool:
+def drop(kv: KvState, user: int) -> bool:
     """Forget the user; a leased one becomes unreachable now and is freed by the end of his last lease."""
     e = find(kv, user)
     if e == NONE:

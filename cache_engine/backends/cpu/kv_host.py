@@ -120,10 +120,10 @@ def new_kv_host_state(host_pages: int, page_tokens: int, pages: int) -> KvHostSt
 
 
 @kernel
-def lookup_tiers(kv: KvState, host: KvHostState, pool: PoolState, user: int, epoch: int, tokens: int) -> int:
+def lookup_tiers(kv: KvState, host: KvHostState, user: int, epoch: int, tokens: int) -> int:
     """Look the user up as `lookup` does, and make him the most recent here, too; another epoch is dropped from both."""
     _drop_stale(kv, host, user, epoch)
-    hit = lookup(kv, pool, user, epoch, tokens)
+    hit = lookup(kv, user, epoch, tokens)
     h = find(host, user)
     if h != NONE:
         host.counters[HOST_HITS] += min(host.tokens[h], tokens) - hit
@@ -155,7 +155,7 @@ def make_room(kv: KvState, host: KvHostState, pool: PoolState, user: int, epoch:
     e = find(kv, user)
     if e != NONE and kv.epoch[e] != epoch:
         kv.counters[STALE] += 1
-        drop(kv, pool, user)
+        drop(kv, user)
         e = NONE
     need = -(-tokens // kv.scalars[PAGE_TOKENS]) - (kv.n_pages[e] if e != NONE else 0)
     if need <= 0:
@@ -209,12 +209,12 @@ def extend_tiers(kv: KvState, host: KvHostState, pool: PoolState, user: int, epo
 
 
 @kernel
-def drop_tiers(kv: KvState, host: KvHostState, pool: PoolState, user: int) -> bool:
+def drop_tiers(kv: KvState, host: KvHostState, user: int) -> bool:
     """Forget the user in both tiers; False if he was in neither."""
     h = find(host, user)
     if h != NONE:
         _drop_entry(host, h)
-    return drop(kv, pool, user) or h != NONE
+    return drop(kv, user) or h != NONE
 
 
 @kernel

@@ -515,7 +515,7 @@ def test_a_read_that_fails_in_the_middle_of_a_batch_leaves_no_row_behind(world: 
 def test_an_interrupt_at_any_launch_leaves_a_cache_that_serves(
     world: World, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """At worst it is empty. What leases hold stays."""
+    """At worst it is empty. What leases hold stays; pages that left may be written by others at once."""
     pool = HbmPool(6, 64, ("emb", "other"), min_pages=0, backend="cuda", device=world.device())
     emb = EmbeddingCache(pool, row_bytes=16, tables=[numbers()], gather="staging", policy=policy)
     pool.set_goals({"emb": 6, "other": 0}, 0)
@@ -536,7 +536,7 @@ def test_an_interrupt_at_any_launch_leaves_a_cache_that_serves(
         pool.set_goals({"emb": pages, "other": 6 - pages}, next(revision))
 
     interrupted_calls: list[int] = []
-    for at in range(1, 20):
+    for at in range(1, 40):
         slots = emb.lookup(np.array([7])).slots
         held = [emb.lease(slots)] if host(world, slots)[0] >= 0 else []
         place = int(host(world, slots)[0])
@@ -553,6 +553,8 @@ def test_an_interrupt_at_any_launch_leaves_a_cache_that_serves(
             except KeyboardInterrupt:
                 interrupted_calls.append(number)
             left[0] = 0
+            for free in np.flatnonzero(pool.state.owner < 0):
+                host(world, pool.page(int(free)))[:] = 0xEE
             if held:
                 page = host(world, pool.page(place // 4)).view(np.int32).reshape(4, 4)
                 assert (page[place % 4] == numbers()[7]).all()
@@ -562,7 +564,7 @@ def test_an_interrupt_at_any_launch_leaves_a_cache_that_serves(
             lease.release()
     assert interrupted_calls.count(0) >= 12, "at each of a lookup's launches"
     assert interrupted_calls.count(1) >= 12, "and of a refill's"
-    assert interrupted_calls.count(2) >= 1
+    assert interrupted_calls.count(2) >= (20 if policy == "sieve" else 1), "many where rows move"
     emb.lookup(np.array([3]))
     assert host(world, emb.lookup(np.array([3])).hit).all()
 

@@ -155,13 +155,18 @@ def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progr
         target += action * stride
         if not control.alpha_min - 1e-9 <= target <= control.alpha_max + 1e-9:
             action, target = -action, target - 2 * action * stride
-        *_, info = env.step(np.array([action], np.float32))
+        _, _, _, over, info = env.step(np.array([action], np.float32))
         progress.advance(task, control.interval_s)
         if k >= warm:
             moved += info["window"].moved_pages
             resizes += info["window"].moved_pages > 0
             time_s.append((env.node.now_ns - first_ns) * 1e-9)
             rss_mib.append(_rss_mib())
+        # A machine that is late takes several intervals in one step.
+        if over:
+            break
+    if not time_s:
+        raise UserError("the warm-up took all of the time: this machine is far too slow for the load; lower --speed")
     end = env.totals
     arrival_ns = env.node.trace.arrival_ns
     measured = (arrival_ns >= first_ns) & (arrival_ns < env.node.now_ns)
@@ -176,7 +181,7 @@ def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progr
         "live.rows_verified": Figure(end.rows_verified - start.rows_verified, "", "higher"),
         "live.pages_verified": Figure(end.pages_verified - start.pages_verified, "", "higher"),
         "live.wrong_bytes": Figure(end.wrong_bytes, "", "lower", 0.0),
-        "live.resizes": Figure(resizes, "", "higher", float(steps)),
+        "live.resizes": Figure(resizes, "", "higher", float(len(time_s))),
         "live.pages_moved": Figure(moved, "", "higher"),
         "live.rss_growth_mib": Figure(growth, "MiB", "lower", GROWTH_LIMIT_MIB),
         "live.rss_slope_mib_per_min": Figure(60 * slope, "MiB/min", "lower"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import envs.serving.payload
+from envs.live_env import HelmLiveEnv
 from envs.serving.live import LiveNode
 from eval import bench_live
 from eval.bench_live import GROWTH_LIMIT_MIB, Args, main, memory_growth, verdict
@@ -73,6 +75,27 @@ def test_figures_of_a_short_run(options: dict[str, Any], tmp_path: Path, capsys:
     assert re.search(r"live\.resizes +│ +15 │ +at least 15 │ yes", printed)
     assert re.search(r"live\.wrong_bytes +│ +0 │ +at most 0 │ yes", printed)
     assert all(name in printed for name in figures)
+
+
+def test_a_machine_that_is_late_ends_when_the_time_is_over(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A step that begins late takes the intervals that have passed in one."""
+    step = HelmLiveEnv.step
+    calls: list[int] = []
+
+    def late(env: HelmLiveEnv, action: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 8:
+            time.sleep(0.35)
+        return step(env, action)
+
+    monkeypatch.setattr(HelmLiveEnv, "step", late)
+    assert cli.main(command(options, "--json", str(tmp_path / "figures.json"))) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert len(calls) < 20
+    assert figures["live.resizes"]["goal"] == len(calls) - 5
+    assert figures["live.seconds"]["value"] == pytest.approx(1.5, abs=0.11)
 
 
 def test_a_wrong_byte_ends_it_with_status_1_and_is_in_the_figures(

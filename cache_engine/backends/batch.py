@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
+_MOST_KEPT = 1 << 14  # keys
 _CPU_MEMORY = (1, 3, 11)  # DLPack's device types whose bytes the host can read: CPU, CUDA host, ROCm host
 
 
@@ -53,13 +55,19 @@ def host_batch(ids: Any, tables: Any, table_count: int) -> tuple[npt.NDArray[np.
     if isinstance(tables, (int, np.integer)):
         if not 0 <= tables < table_count:
             raise ValueError(f"tables must be in [0, {table_count}), got {tables}")
-        return np.full(keys.size, tables, np.int16), keys
+        return (_same if keys.size <= _MOST_KEPT else _same.__wrapped__)(int(tables), keys.size), keys
     numbers = as_ids(tables, "tables")
     if numbers.size != keys.size:
         raise ValueError(f"tables must have one entry per id: {numbers.size} for {keys.size} ids")
     if numbers.size and not (numbers.min() >= 0 and numbers.max() < table_count):
         raise ValueError(f"tables must be in [0, {table_count}), got {numbers.min()}..{numbers.max()}")
     return numbers.astype(np.int16), keys
+
+
+@functools.lru_cache(64)
+def _same(table: int, n: int) -> npt.NDArray[np.int16]:
+    """Return [n] times the table, kept for the next batch of that size: nobody writes to it."""
+    return np.full(n, table, np.int16)
 
 
 def check_rows(tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], limits: npt.NDArray[np.int64]) -> None:

@@ -369,10 +369,12 @@ def _erase(emb: EmbeddingState, e: int) -> None:
 @inner
 def _entry_of(emb: EmbeddingState, line: int | np.int64, slot: int) -> int:
     """Return the entry in `line` that tells of `slot`, or -1: a caller who changes keys while they are looked up."""
-    for e in range(line * LINE_INTS + FIRST_SLOT, (line + 1) * LINE_INTS):
-        if emb.slot[e] == slot:
-            return int(e)
-    return -1
+    first = line * LINE_INTS + FIRST_SLOT
+    found = np.int64(-1)
+    for way in range(WAYS):  # to the end: where it stands cannot be predicted
+        if emb.slot[first + way] == slot:
+            found = np.int64(first + way)
+    return int(found)
 
 
 @inner

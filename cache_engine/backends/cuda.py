@@ -9,6 +9,7 @@ device's fill levels, stack and times of last use; the device erases what was on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -298,35 +299,25 @@ class CudaEmbedding:
         pool, member = self.pool, self.member
         if pool.n_draining[member] == 0 and pool.owned[member] <= pool.goal[member]:
             return 0
-        self._check_published()
-        pages = self._pages()
-        filled = pages.fill.copy()
-        generation = pool.generation.copy()
-        # One page at a time: before the next, its candidates are known.
-        gone = 0
-        while True:
-            self._read_heat(int(pages.scalars[cpu.CURSOR]))
-            left = int(cpu.release_pages(pages, pool, min(1, budget - gone), now_ns, limit_ns))
-            gone += left
-            if gone == budget or left == 0:
-                break
-        self._send_pages(pages)
-        self._unpublish(np.flatnonzero(pool.generation != generation), filled)
-        return gone
+
+        def release(pages: cpu.EmbeddingState) -> int:
+            # One page at a time: before the next, its candidates are known.
+            gone = 0
+            while True:
+                self._read_heat(int(pages.scalars[cpu.CURSOR]))
+                left = int(cpu.release_pages(pages, pool, min(1, budget - gone), now_ns, limit_ns))
+                gone += left
+                if gone == budget or left == 0:
+                    return gone
+
+        return self._give_up(release)
 
     def finish_drains(self, budget: int, now_ns: int, limit_ns: int) -> int:
         """Give up draining pages, as the CPU backend's `finish_drains`; return how many."""
         pool = self.pool
         if pool.n_draining[self.member] == 0:
             return 0
-        self._check_published()
-        pages = self._pages()
-        filled = pages.fill.copy()
-        generation = pool.generation.copy()
-        gone = int(cpu.finish_drains(pages, pool, budget, now_ns, limit_ns))
-        self._send_pages(pages)
-        self._unpublish(np.flatnonzero(pool.generation != generation), filled)
-        return gone
+        return self._give_up(lambda pages: int(cpu.finish_drains(pages, pool, budget, now_ns, limit_ns)))
 
     def drain_coldest(self, now_ns: int) -> int:
         """Begin to drain a page, as the CPU backend's `drain_coldest`; return it, or -1."""
@@ -354,19 +345,25 @@ class CudaEmbedding:
             f"gather_rows_{unit}", n * units, storage, out, slots, slots, out, page_bytes, self.rows_per_page, units, n
         )
 
-    def _unpublish(self, gone: npt.NDArray[np.intp], filled: npt.NDArray[np.int32]) -> None:
-        """Erase what was on pages that have left.
+    def _give_up(self, decide: Callable[[cpu.EmbeddingState], int]) -> int:
+        """Let `decide` give pages up, on the host and by the CPU backend's kernels, and erase what was on them.
 
         The pool calls them FREE already, but nobody can have them before its lock, and no launch comes before these.
         """
-        emb = self.state
-        for page in gone:
+        self._check_published()
+        emb, pages = self.state, self._pages()
+        filled = pages.fill.copy()
+        generation = self.pool.generation.copy()
+        count = decide(pages)
+        self._send_pages(pages)
+        for page in np.flatnonzero(self.pool.generation != generation):
             rows = int(filled[page])
             if rows:
                 self._may_be_stale = True
                 self.device.launch(
                     "unpublish_page", rows, emb.index, emb.row, emb.spot, emb.counters, emb.scalars, int(page), rows
                 )
+        return count
 
     def accept(self, budget: int) -> int:
         """Take at most `budget` FREE pages under the goal, as the CPU backend's `accept_pages`; return how many."""

@@ -102,18 +102,7 @@ def check_kv(pool: HbmPool, kv: KvCache) -> None:
     resident = s.place[s.place != k.NONE].tolist()
     doomed = np.flatnonzero(s.doomed).tolist()
     assert sorted(unused + resident + doomed) == list(range(s.user.size)), "each entry is in one place"
-    assert len(resident) == s.scalars[k.RESIDENT]
-
-    order = []
-    at = s.scalars[k.OLDEST]
-    previous = k.NONE
-    while at != k.NONE:
-        assert s.older[at] == previous
-        order.append(int(at))
-        previous, at = at, s.newer[at]
-        assert len(order) <= len(resident), "the order of use has no loop"
-    assert s.scalars[k.NEWEST] == previous
-    assert sorted(order) == sorted(resident)
+    check_users(s, resident)
     assert all(k.find(s, int(s.user[entry])) == entry for entry in resident), "every user is found"
 
     held: list[int] = []
@@ -149,11 +138,8 @@ def check_kv(pool: HbmPool, kv: KvCache) -> None:
         check_host(kv, kv.host)
 
 
-def check_host(kv: KvCache, s: h.KvHostState) -> None:
-    idle = s.idle[: s.scalars[k.N_IDLE]].tolist()
-    unused = s.unused[: s.scalars[k.N_UNUSED]].tolist()
-    resident = s.place[s.place != k.NONE].tolist()
-    assert sorted(unused + resident) == list(range(s.user.size)), "each entry is in one place"
+def check_users(s: k.Users, resident: list[int]) -> None:
+    """The users of either tier stand in one order of use, each once."""
     assert len(resident) == s.scalars[k.RESIDENT]
     order = []
     at = s.scalars[k.OLDEST]
@@ -165,6 +151,14 @@ def check_host(kv: KvCache, s: h.KvHostState) -> None:
         assert len(order) <= len(resident), "the order of use has no loop"
     assert s.scalars[k.NEWEST] == previous
     assert sorted(order) == sorted(resident)
+
+
+def check_host(kv: KvCache, s: h.KvHostState) -> None:
+    idle = s.idle[: s.scalars[k.N_IDLE]].tolist()
+    unused = s.unused[: s.scalars[k.N_UNUSED]].tolist()
+    resident = s.place[s.place != k.NONE].tolist()
+    assert sorted(unused + resident) == list(range(s.user.size)), "each entry is in one place"
+    check_users(s, resident)
 
     held: list[int] = []
     for entry in resident:

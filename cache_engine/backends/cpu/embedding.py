@@ -36,6 +36,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cache_engine.backends.cpu.payload import row_place
 from cache_engine.backends.cpu.pool import (
     PoolState,
     abort_drain,
@@ -781,29 +782,29 @@ def relocate_pages(
         if page < 0 or pool.pins[page] > 0:
             break
         n = 0
-        for at in range(rows_per_page):
-            row = emb.row[page * rows_per_page + at]
+        for slot in range(page * rows_per_page, (page + 1) * rows_per_page):
+            row = emb.row[slot]
             if row.live and row.visited:
                 tables[n] = row.table
                 keys[n] = row.key
-                copy_bytes(moving.rows, n * row_bytes, storage, page * page_bytes + at * row_bytes, row_bytes)
+                place = row_place(slot, page_bytes, rows_per_page, row_bytes)
+                copy_bytes(moving.rows, n * row_bytes, storage, place, row_bytes)
                 n += 1
         gone += finish_drains(emb, pool, 1, now_ns, limit_ns)
         sampled = scratch.sample[1]
         for _ in range(2):
-            scratch.sample[1] = sampled  # nobody asked for these keys
             requested, hits, misses = counters[REQUESTED], counters[HITS], counters[MISSES]
             fetched, bypassed = counters[FETCHED], counters[BYPASSED]
-            misses_now = lookup(emb, pool, scratch, tables, keys, n)
-            for r in range(misses_now):
+            unique = lookup(emb, pool, scratch, tables, keys, n)
+            scratch.sample[1] = sampled  # nobody asked for these keys
+            for r in range(unique):
                 slot = scratch.miss_slot[r]
                 if slot >= 0:
-                    place = slot // rows_per_page * page_bytes + slot % rows_per_page * row_bytes
+                    place = row_place(slot, page_bytes, rows_per_page, row_bytes)
                     copy_bytes(storage, place, moving.rows, scratch.first[r] * row_bytes, row_bytes)
             counters[EVICTED] -= counters[FETCHED] - fetched - (counters[BYPASSED] - bypassed)
             counters[REQUESTED], counters[HITS], counters[MISSES] = requested, hits, misses
             counters[FETCHED], counters[BYPASSED] = fetched, bypassed
-        scratch.sample[1] = sampled
     return gone
 
 

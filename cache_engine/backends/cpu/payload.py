@@ -13,7 +13,8 @@ _AHEAD = 8  # rows
 
 
 @inner
-def _place(slot: int, page_bytes: int, rows_per_page: int, row_bytes: int) -> int:
+def row_place(slot: int, page_bytes: int, rows_per_page: int, row_bytes: int) -> int:
+    """Return where the slot's row begins in the pool's bytes."""
     return (slot // rows_per_page) * page_bytes + (slot % rows_per_page) * row_bytes
 
 
@@ -25,7 +26,7 @@ def store_rows(storage: Bytes, page_bytes: int, rows_per_page: int, slots: npt.N
     for r in range(rows.shape[0]):
         slot = slots[r]
         if slot >= 0:
-            copy_bytes(storage, _place(slot, page_bytes, rows_per_page, row_bytes), flat, r * row_bytes, row_bytes)
+            copy_bytes(storage, row_place(slot, page_bytes, rows_per_page, row_bytes), flat, r * row_bytes, row_bytes)
 
 
 @kernel
@@ -44,9 +45,9 @@ def gather_rows(
     beside = staged.reshape(-1)
     for i in range(n):
         soon = slots[min(i + _AHEAD, n - 1)]
-        prefetch(storage, _place(max(soon, 0), page_bytes, rows_per_page, row_bytes))
+        prefetch(storage, row_place(max(soon, 0), page_bytes, rows_per_page, row_bytes))
         slot = slots[i]
         if slot >= 0:
-            copy_bytes(to, i * row_bytes, storage, _place(slot, page_bytes, rows_per_page, row_bytes), row_bytes)
+            copy_bytes(to, i * row_bytes, storage, row_place(slot, page_bytes, rows_per_page, row_bytes), row_bytes)
         else:
             copy_bytes(to, i * row_bytes, beside, miss[i] * row_bytes, row_bytes)

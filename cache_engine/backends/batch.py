@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 _MOST_KEPT = 1 << 14  # keys

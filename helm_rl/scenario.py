@@ -17,6 +17,7 @@ from helm_rl.errors import UserError
 
 _SHIPPED = Path(__file__).parent / "scenarios"
 _MAX_FILE_BYTES = 1 << 20
+MOST_TENANTS = 16
 
 
 def _whole(value: Any) -> Any:
@@ -29,6 +30,7 @@ def _whole(value: Any) -> Any:
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
 Text = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
+_Fraction = Annotated[Real, Field(ge=0, le=1)]
 
 
 class _Section(BaseModel):
@@ -51,18 +53,48 @@ class ModelSection(_Section):
     candidates: Annotated[Whole, Field(ge=0, le=1_000_000)] | None = None
 
 
+_Speed = Annotated[Real, Field(gt=0, le=10_000)]
+_PoolGib = Annotated[Real, Field(gt=0, le=10_000)]
+_HostGib = Annotated[Real, Field(ge=0, le=100_000)]
+_Link = Literal["remote-ps", "local-host"]
+
+
+class NodeGroup(_Section):
+    """Nodes of a cluster that differ from [hardware]: what is given here takes its place, for this many of them."""
+
+    nodes: Annotated[Whole, Field(ge=1, le=4096)]
+    profile: Text | None = None
+    link: _Link | None = None
+    link_gb_s: _Speed | None = None
+    pcie_gb_s: _Speed | None = None
+    pool_gib: _PoolGib | None = None
+    kv_host_gib: _HostGib | None = None
+
+
 class HardwareSection(_Section):
-    """One node: accelerator, link to the embedding tables, pool shared by the two caches, admission."""
+    """A node: accelerator, link to the embedding tables, pool shared by the two caches, admission; and their number."""
 
     profile: Text = "a100-80g"
-    link: Literal["remote-ps", "local-host"] = "remote-ps"
-    link_gb_s: Annotated[Real, Field(gt=0, le=10_000)] = 1.5
-    pool_gib: Annotated[Real, Field(gt=0, le=10_000)] = 48.0
+    link: _Link = "remote-ps"
+    link_gb_s: _Speed | None = None  # None: what the profile has for this link
+    pcie_gb_s: _Speed | None = None  # over which keys and values come back from host memory; None: the profile's
+    pool_gib: _PoolGib = 48.0
     page_kib: Annotated[Whole, Field(ge=1, le=1 << 20)] = 2048
+    kv_host_gib: _HostGib = 0.0  # host memory for keys and values that had to leave the pool
+    kv_miss: Literal["recompute", "onboard", "cheaper"] = "cheaper"  # what is done about those that lie there
+    refill_share: _Fraction = 0.2  # of the link, for rows that are fetched before anybody asks for them
     nodes: Annotated[Whole, Field(ge=1, le=4096)] = 1
     queue_bound: Annotated[Whole, Field(ge=1, le=1_000_000)] = 512
     max_batch: Annotated[Whole, Field(ge=1, le=1024)] = 8
     emb_policy: Literal["lru", "sieve"] = "lru"
+    group: tuple[NodeGroup, ...] = ()  # the first nodes; those left over are as this section says
+
+    @model_validator(mode="after")
+    def _check(self) -> HardwareSection:
+        grouped = sum(group.nodes for group in self.group)
+        if grouped > self.nodes:
+            raise ValueError(f"the groups hold {grouped} nodes, but there are only nodes = {self.nodes}")
+        return self
 
 
 class ControlSection(_Section):
@@ -85,7 +117,6 @@ class ControlSection(_Section):
 _RequestRate = Annotated[Real, Field(ge=0, le=1e7)]
 _RequestsPerVisit = Annotated[Real, Field(ge=1, le=10_000)]
 _ThinkSeconds = Annotated[Real, Field(gt=0, le=86_400)]
-_Fraction = Annotated[Real, Field(ge=0, le=1)]
 _HotItems = Annotated[Whole, Field(ge=1, le=10**12)]
 
 
@@ -150,6 +181,43 @@ class RewardSection(_Section):
     move_cost: Annotated[Real, Field(ge=0, le=1e6)] = 0.01  # per unit of alpha moved
 
 
+class RouterSection(_Section):
+    """How a cluster chooses the node of a request."""
+
+    policy: Literal["helm", "kv-aware", "least-loaded", "two-choices", "user-hash", "round-robin", "random"] = "helm"
+    load_limit: _Fraction = 0.85  # of the SLO, in waiting: a best node above it gives way to the least loaded
+    affinity: Annotated[Real, Field(ge=0, le=10)] = 0.05  # what a user's own node, by a hash, has in its favour
+    refresh_s: Annotated[Real, Field(ge=0, le=3600)] = (
+        0.0  # age up to which it sees loads and hit rates; 0: as they are
+    )
+
+
+class NodeEvent(_Section):
+    """A node is lost, with what it held and had to serve, or comes back, empty."""
+
+    at_s: Real
+    node: Annotated[Whole, Field(ge=0)]
+    action: Literal["lose", "return"]
+
+
+class Tenant(_Section):
+    """Users who share the nodes with others under terms of their own."""
+
+    name: Text
+    share: Annotated[Real, Field(gt=0, le=1e6)] = 1.0  # of the users, against the others' shares
+    slo_ms: Annotated[Real, Field(gt=0, le=1e6)] | None = None  # None: the scenario's
+    priority: Annotated[Whole, Field(ge=0, le=100)] = 0  # higher ones are served first
+    weight: Annotated[Real, Field(gt=0, le=1e6)] = 1.0  # share of link and accelerator, among those of equal priority
+
+
+class TelemetrySection(_Section):
+    """What of a node's measurements reaches its controller."""
+
+    sample: Annotated[Real, Field(gt=0, le=1)] = 1.0  # share of requests that are measured
+    delay_s: Annotated[Real, Field(ge=0, le=600)] = 0.0  # how late a window arrives
+    loss: Annotated[Real, Field(ge=0, lt=1)] = 0.0  # share of windows that never arrive
+
+
 class Scenario(_Section):
     """One workload on one cluster, with its SLO.
 
@@ -166,6 +234,10 @@ class Scenario(_Section):
     control: ControlSection = ControlSection()
     load: LoadSection = LoadSection()
     reward: RewardSection = RewardSection()
+    router: RouterSection = RouterSection()
+    telemetry: TelemetrySection = TelemetrySection()
+    tenant: tuple[Tenant, ...] = ()  # none: one, without a name
+    event: tuple[NodeEvent, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Scenario:
@@ -179,6 +251,16 @@ class Scenario(_Section):
                 raise ValueError(
                     f"load.phase[{index}] ends at {end_s:g} s, after the end at seconds = {self.seconds:g}"
                 )
+        for index, event in enumerate(self.event):
+            if event.node >= self.hardware.nodes:
+                raise ValueError(
+                    f"event[{index}].node = {event.node} must be below hardware.nodes = {self.hardware.nodes}"
+                )
+        if len(self.tenant) > MOST_TENANTS:
+            raise ValueError(f"there are {len(self.tenant)} tenants; at most {MOST_TENANTS} can be")
+        names = [tenant.name for tenant in self.tenant]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two tenants have one name: {', '.join(names)}")
         if not any(part.rate > 0 or (part.rate_end or 0) > 0 for part in self.load.parts):
             raise ValueError("load.rate is 0 and no phase adds load: there would be no request")
         return self

@@ -24,7 +24,7 @@ from envs.serving.rows import ITEMS, RowState, build_rows, candidate_rows, histo
 from helm_rl.errors import UserError
 from helm_rl.memory import free_bytes
 from helm_rl.metrics import SHED_FACTOR, WindowStats
-from helm_rl.profiles.hardware import resolve_hardware
+from helm_rl.profiles.hardware import link_gb_s, resolve_hardware
 from helm_rl.profiles.model import resolve_model
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.inspect import returning
@@ -157,7 +157,7 @@ class LiveNode:
         # As in the simulator: fixed per batch, per FLOP, and what a hit saves by the profile, in ms.
         self._batch_s = compute_scale * hardware.batch_ms * 1e-3
         self._flop_s = compute_scale / hardware.flop_per_s
-        self._row_ms = model.row_bytes / scenario.hardware.link_gb_s * 1e-6
+        self._row_ms = model.row_bytes / link_gb_s(scenario.hardware) * 1e-6
         self._token_ms = model.flops_per_token * self._flop_s * 1e3
         params = np.zeros(latency.N_PARAMS)
         params[latency.SLO_NS] = scenario.slo_ms * 1e6

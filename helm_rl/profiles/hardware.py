@@ -35,6 +35,24 @@ HARDWARE: dict[str, HardwareProfile] = {
 }
 
 
+REMOTE_PS_GB_S = 1.5
+"""A remote parameter server over 100 GbE that 8 GPUs share."""
+LOCAL_GB_S = 14.0
+PCIE_GB_S = 20.0
+
+
+def link_gb_s(section: HardwareSection) -> float:
+    """Return the GB/s over which missing embedding rows come: the scenario's, or else the profile's for its link."""
+    if section.link_gb_s is not None:
+        return section.link_gb_s
+    return REMOTE_PS_GB_S if section.link == "remote-ps" else LOCAL_GB_S
+
+
+def pcie_gb_s(section: HardwareSection) -> float:
+    """Return the GB/s over which keys and values come back from host memory."""
+    return PCIE_GB_S if section.pcie_gb_s is None else section.pcie_gb_s
+
+
 def resolve_hardware(section: HardwareSection) -> HardwareProfile:
     """Return the scenario's hardware profile; UserError for an unknown name."""
     if section.profile not in HARDWARE:

@@ -474,3 +474,25 @@ def test_importing_the_library_compiles_nothing() -> None:
     """numba is imported with the simulator only."""
     code = "import sys, helm_rl.observation, helm_rl.profiles.model; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_restored_node_serves_on_as_the_first_time() -> None:
+    small = scenario()
+    made = generate(small, seed=3)
+    node = NodeSim(small, made, 0.5)
+    node.run(5 * SECOND)
+    saved = node.save()
+
+    def rest() -> tuple[list[WindowStats], npt.NDArray[np.float32]]:
+        windows = []
+        for second, alpha in ((10, 0.2), (15, 0.8), (20, 0.5)):
+            node.set_target(alpha)
+            windows.append(node.run(second * SECOND))
+        return windows, node.latency_ms.copy()
+
+    first, first_ms = rest()
+    node.restore(saved)
+    again, again_ms = rest()
+    assert again == first
+    assert np.array_equal(again_ms, first_ms, equal_nan=True)
+    assert first[0].alpha != first[1].alpha

@@ -59,7 +59,15 @@ class NodeSim:
         UserError: an unsound or empty trace, or a model that does not fit the pool's pages.
     """
 
-    def __init__(self, scenario: Scenario, trace: Trace, alpha: float = 0.5, start_ns: int | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        trace: Trace,
+        alpha: float = 0.5,
+        start_ns: int | None = None,
+        *,
+        max_sampled_slots: int = MAX_SAMPLED_SLOTS,
+    ) -> None:
         if len(trace) == 0:
             raise UserError(f"trace {trace.meta.name} has no requests: there is nothing to serve")
         trace.validate()  # the kernels rely on it: they check no index
@@ -75,7 +83,7 @@ class NodeSim:
         hardware = resolve_hardware(scenario.hardware)
         self.pages, self.page_tokens, rows_per_page = page_layout(scenario, model)
         control = scenario.control
-        sampled_rows = max(1, min(rows_per_page, MAX_SAMPLED_SLOTS // self.pages))
+        sampled_rows = max(1, min(rows_per_page, max_sampled_slots // self.pages))
         self.rate = sampled_rows / rows_per_page
         smallest = max(1, int(control.alpha_min * self.pages)) * rows_per_page
         rows = build_rows(

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import pytest
 
 from cache_engine.backends.cpu import embedding
-from envs.serving import node as node_module
 from envs.serving.node import NodeSim
 from helm_rl.errors import UserError
 from helm_rl.metrics import SHED_FACTOR, WindowStats, p99_ms
@@ -273,12 +272,11 @@ def test_each_cache_hits_more_when_it_is_larger(load: tuple[Scenario, Trace]) ->
     assert emb[-1] - emb[0] > 0.05
 
 
-def test_the_sample_of_rows_stands_for_all(load: tuple[Scenario, Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_of_rows_stands_for_all(load: tuple[Scenario, Trace]) -> None:
     small, made = load
     rates, misses = [], []
     for slots in (1 << 20, 1 << 18, 1 << 16):
-        monkeypatch.setattr(node_module, "MAX_SAMPLED_SLOTS", slots)
-        node = NodeSim(small, made, 0.5)
+        node = NodeSim(small, made, 0.5, max_sampled_slots=slots)
         node.run(0)
         before = node._emb.counters.copy()
         node.drain()
@@ -290,7 +288,7 @@ def test_the_sample_of_rows_stands_for_all(load: tuple[Scenario, Trace], monkeyp
     assert misses == pytest.approx([misses[0]] * 3, abs=0.006)
 
 
-def test_the_sample_of_items_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_of_items_stands_for_all() -> None:
     """Half of all items are in the sample at 1/16, one row each. Which popular ones these are is chance: plain rates
     err by .036 here. SIEVE takes long to settle, and a small sample is averaged over many requests.
     """
@@ -301,8 +299,7 @@ def test_the_sample_of_items_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     small = scenario(model__features_per_token=8, model__candidates=0, **QUICK)
     hits = []
     for slots in (1 << 17, 1 << 13):
-        monkeypatch.setattr(node_module, "MAX_SAMPLED_SLOTS", slots)
-        node = NodeSim(small, made, 0.3)
+        node = NodeSim(small, made, 0.3, max_sampled_slots=slots)
         windows = serve(node)[-20:]
         hits.append(total(windows, "rows_hit") / total(windows, "rows"))
     assert node.rate == 1 / 16

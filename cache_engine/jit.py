@@ -15,7 +15,7 @@ from numba.core import cgutils, types
 from numba.cpython.unsafe import numbers
 from numba.extending import intrinsic
 
-MOST_BYTES = 4096  # of a value in memory
+MOST_BYTES = 16_384  # of a value in memory
 
 _ENGINE = Path(__file__).parent
 # numba's stubs name its public options alone.

@@ -44,6 +44,8 @@ class WindowStats:
     pages: int
     emb_margin_ms: float  # ms saved per request by 1 % more of the pool as EMB (ghost estimate)
     kv_margin_ms: float  # the same as KV
+    fetched_bytes: float = 0.0  # over link and PCIe while requests waited for them
+    refilled_bytes: float = 0.0  # over the link in the background
 
 
 def quantile_ms(latency_ms: npt.NDArray[np.floating], q: float) -> float:

@@ -23,7 +23,7 @@ from envs.serving.node import GHOST_MEMORY_S, page_layout, plain
 from envs.serving.rows import ITEMS, RowState, build_rows, candidate_rows, history_rows
 from helm_rl.errors import UserError
 from helm_rl.memory import free_bytes
-from helm_rl.metrics import SHED_FACTOR, WindowStats
+from helm_rl.metrics import WindowStats
 from helm_rl.profiles.hardware import link_gb_s, resolve_hardware
 from helm_rl.profiles.model import resolve_model
 from helm_rl.scenario import Scenario
@@ -116,7 +116,7 @@ class LiveNode:
         trace.validate()  # the kernels rely on it: they check no index
         model = resolve_model(scenario.model)
         hardware = resolve_hardware(scenario.hardware)
-        self.pages, page_tokens, self._rows_per_page = page_layout(scenario, model)
+        self.pages, page_tokens, self._rows_per_page = page_layout(scenario.hardware, model)
         self._page_bytes = scenario.hardware.page_kib * 1024
         need = self.pages * self._page_bytes + TABLES * table_rows * model.row_bytes
         _refuse_larger_than_memory(scenario, need)
@@ -159,12 +159,7 @@ class LiveNode:
         self._flop_s = compute_scale / hardware.flop_per_s
         self._row_ms = model.row_bytes / link_gb_s(scenario.hardware) * 1e-6
         self._token_ms = model.flops_per_token * self._flop_s * 1e3
-        params = np.zeros(latency.N_PARAMS)
-        params[latency.SLO_NS] = scenario.slo_ms * 1e6
-        params[latency.MAX_BATCH] = scenario.hardware.max_batch
-        params[latency.QUEUE_BOUND] = scenario.hardware.queue_bound
-        params[latency.SHED_NS] = SHED_FACTOR * scenario.slo_ms * 1e6
-        self._queue_params = params
+        self._slo_ns = np.full(2, scenario.slo_ms * 1e6)
         self._lock = (
             threading.Lock()
         )  # of counters, queue and ghosts; the pool's is taken within it, never the other way round
@@ -232,7 +227,7 @@ class LiveNode:
     @property
     def latency_ms(self) -> npt.NDArray[np.float32]:
         """Latency of each request from its scheduled arrival, [n]; NaN: not complete; shed: SHED_FACTOR * SLO."""
-        return self._queue.latency_ms
+        return self._latency.latency_ms
 
     @property
     def totals(self) -> LiveTotals:
@@ -313,7 +308,11 @@ class LiveNode:
         self._revision = 0
         self.set_target(alpha)
         pool.migrate(self.pages)
-        self._queue = latency.new_queue_state(self._queue_params, len(self.trace))
+        requests = len(self.trace)
+        self._latency = latency.new_latency_state(
+            self._slo_ns, np.zeros(requests, np.int32), np.full(requests, np.nan, np.float32)
+        )
+        self._link_busy_ns = self._compute_busy_ns = 0
         self._waiting: deque[int] = deque()
         self._recent = np.zeros(_N_RECENT)
         self._requests = self._shed = self._refused = 0
@@ -327,8 +326,8 @@ class LiveNode:
         self._start_engine(0.5)
         self._product.run(self._product.product_s, self._stop)
         self._end([self._look_up(0)])
-        latency.complete(self._queue, 0, 1.0)
-        latency.shed(self._queue, 0)
+        latency.complete(self._latency, 0, 1.0)
+        latency.shed(self._latency, 0)
         self._window_stats(0, 0.5, 0)
         self._shut_down()
 
@@ -379,7 +378,7 @@ class LiveNode:
             self._arrivals += 1
             self._returned += int(self._returning[i])
             if len(self._waiting) >= self.scenario.hardware.queue_bound:
-                latency.shed(self._queue, i)
+                latency.shed(self._latency, i)
                 self._shed += 1
                 self._requests += 1
             else:
@@ -397,8 +396,8 @@ class LiveNode:
             now = self.clock_ns()
             for one in served:
                 took_ns = max(now - int(self.trace.arrival_ns[one.request]), 1)
-                latency.complete(self._queue, one.request, took_ns * 1e-6)
-            self._queue.window[latency.COMPUTE_BUSY] += ended - started
+                latency.complete(self._latency, one.request, took_ns * 1e-6)
+            self._compute_busy_ns += ended - started
             self._requests += len(served)
         self._end(served)
         with self._lock:
@@ -448,7 +447,7 @@ class LiveNode:
             self._rows_hit += hits
             self._fetched += found.fetched
             self._looked_up += 1
-            self._queue.window[latency.LINK_BUSY] += lookup_ns
+            self._link_busy_ns += lookup_ns
             self._engine_ns += engine_ns + lookup_ns
             self._refused += not kept
             self._rows_verified += n if self.verify else 0
@@ -499,12 +498,13 @@ class LiveNode:
                 self._pages_moved += moved
 
     def _new_window(self) -> None:
-        latency.start_window(self._queue)
+        latency.start_window(self._latency)
+        self._link_busy_ns = self._compute_busy_ns = 0
         self._arrivals = self._returned = self._tokens = self._tokens_hit = 0
         self._looked_up = self._rows_asked = self._rows_hit = self._fetched = self._moved = 0
 
     def _window_stats(self, now_ns: int, alpha: float, backlog: int) -> WindowStats:
-        w = self._queue.window
+        w = self._latency.window
         emb_margin, kv_margin = self._margins(now_ns)
         return WindowStats(
             start_ns=self.now_ns,
@@ -521,9 +521,9 @@ class LiveNode:
             log_latency_sum=float(w[latency.LOG_SUM]),
             excess_sum=float(w[latency.EXCESS_SUM]),
             latency_ms_sum=float(w[latency.MS_SUM]),
-            p99_ms=float(latency.sketch_p99_ms(self._queue)),
-            link_busy_ns=int(w[latency.LINK_BUSY]),
-            compute_busy_ns=int(w[latency.COMPUTE_BUSY]),
+            p99_ms=float(latency.sketch_p99_ms(self._latency)),
+            link_busy_ns=self._link_busy_ns,
+            compute_busy_ns=self._compute_busy_ns,
             queue=len(self._waiting),
             queue_bound=self.scenario.hardware.queue_bound,
             alpha=alpha,

@@ -7,33 +7,45 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cache_engine.backends.cpu import embedding, ghost, kv
+from cache_engine.backends.cpu import embedding, ghost, kv, kv_host
 from cache_engine.backends.cpu.embedding import EmbeddingScratch, EmbeddingState, MovingRows
 from cache_engine.backends.cpu.ghost import GhostState
 from cache_engine.backends.cpu.kv import KvState
+from cache_engine.backends.cpu.kv_host import KvHostState
 from cache_engine.backends.cpu.pool import PoolState
 from cache_engine.hashing import mix
 from cache_engine.jit import inner, kernel
-from envs.serving import latency
-from envs.serving.latency import QueueState
+from envs.serving import latency, queues
+from envs.serving.queues import QueueState
 from envs.serving.rows import ITEMS, RowState, candidate_rows, history_rows
 
-# NodeState.params
-FLOP_PER_TOKEN = 0
-FLOP_PER_PAIR = 1
+# Node.params
+TOKEN_NS = 0  # of compute, per new token
+PAIR_NS = 1  # of compute, per pair of a new token and one that it attends to
 ROW_BYTES = 2
-ROWS_PER_TOKEN = 3
-CANDIDATES = 4
-TICK_NS = 5
-PAGES_PER_TICK = 6
-N_PARAMS = 7
+ROW_NS = 3  # of link, per row
+ROWS_PER_TOKEN = 4
+CANDIDATES = 5
+TICK_NS = 6
+PAGES_PER_TICK = 7
+KV_MISS = 8  # one of the three below
+PAGE_BYTES = 9
+PAGE_NS = 10  # of PCIe, per KV page that comes back
+ONBOARD_NS = 11  # of PCIe, fixed, per request that has pages brought back
+PCIE_IS_LINK = 12  # 1: rows come over PCIe too
+N_PARAMS = 13
 
-# NodeState.clocks
+RECOMPUTE, ONBOARD, CHEAPER = 0, 1, 2
+KV_MISSES = {"recompute": RECOMPUTE, "onboard": ONBOARD, "cheaper": CHEAPER}
+
+# Node.clocks
 NEXT_REQUEST = 0
 NEXT_TICK_NS = 1
-N_CLOCKS = 2
+REFILL_FROM = 2  # next row of the law to look at, by popularity; NONE: nothing is refilled
+N_CLOCKS = 3
+NONE = -1
 
-# NodeState.window, reset by the reader
+# Node.window, reset by the reader up to KEPT
 ARRIVALS = 0
 RETURNING = 1
 TOKENS = 2
@@ -41,27 +53,25 @@ TOKENS_HIT = 3
 ROWS = 4
 ROWS_HIT = 5
 MOVED = 6  # pages
-BUDGET = 7  # fraction of a page carried from tick to tick; not reset
-N_WINDOW = 8
+FETCHED = 7  # bytes over link and PCIe while a request waits for them
+REFILLED = 8  # bytes over the link in the background
+REQUESTS = 9  # that this node was given, all of them measured or not
+KEPT = 10
+BUDGET = 10  # fraction of a page carried from tick to tick
+REFILL_NS = 11  # work in the background that was done and whose rows were not yet admitted
+N_WINDOW = 12
 
-TAIL, HOT = 0, 1
+TAIL = 0  # class of rows; the hot set of phase f is class 1 + f
 # Sampled lookups over which a class's miss rate is smoothed: its standard error is below .004.
 SMOOTHING = 20_000.0
+REFILL_ROWS = 256  # looked at at a time
+_REFILL_SCAN = 16  # times that, on each tick
 _DRAIN_LIMIT_NS = np.int64(10_000_000_000)
 
 
-class NodeState(NamedTuple):
-    """What a node keeps beside caches and queues. n requests, B sampled rows at most."""
+class Requests(NamedTuple):
+    """The columns of a trace, n requests."""
 
-    params: npt.NDArray[np.float64]
-    clocks: npt.NDArray[np.int64]
-    window: npt.NDArray[np.float64]
-    miss_rate: npt.NDArray[np.float64]  # [2] smoothed, of TAIL and HOT: misses / lookups
-    seen: npt.NDArray[np.float64]  # [2] lookups smoothed over so far, at most SMOOTHING
-    fetch_rate: npt.NDArray[np.float64]  # [2] the same for rows fetched, one for all copies of a row in a request
-    keys: npt.NDArray[np.int64]  # [B]
-    tables: npt.NDArray[np.int16]  # [B] zeros
-    moving: MovingRows  # of a page
     arrival_ns: npt.NDArray[np.int64]  # [n]
     user: npt.NDArray[np.int64]  # [n]
     phase: npt.NDArray[np.int32]  # [n]
@@ -70,112 +80,247 @@ class NodeState(NamedTuple):
     returning: npt.NDArray[np.bool_]  # [n] the user came within the last 60 s
 
 
+class Node(NamedTuple):
+    """All that a node is. B sampled rows of a request at most, C classes of rows."""
+
+    params: npt.NDArray[np.float64]
+    clocks: npt.NDArray[np.int64]
+    window: npt.NDArray[np.float64]
+    miss_rate: npt.NDArray[np.float64]  # [C] smoothed: misses / lookups
+    seen: npt.NDArray[np.float64]  # [C] lookups smoothed over so far, at most SMOOTHING
+    fetch_rate: npt.NDArray[np.float64]  # [C] the same for rows fetched, one for all copies of a row in a request
+    keys: npt.NDArray[np.int64]  # [B]
+    tables: npt.NDArray[np.int16]  # [B] zeros
+    found: npt.NDArray[np.bool_]  # [REFILL_ROWS]
+    moving: MovingRows  # of a page
+    requests: Requests
+    rows: RowState
+    queue: QueueState
+    pool: PoolState
+    emb: EmbeddingState
+    scratch: EmbeddingScratch
+    kv: KvState
+    host: KvHostState  # of no pages where there is none
+    emb_ghost: GhostState
+    kv_ghost: GhostState
+
+
 @kernel
-def run(
-    node: NodeState,
-    queue: QueueState,
-    rows: RowState,
-    pool: PoolState,
-    emb: EmbeddingState,
-    scratch: EmbeddingScratch,
-    kvs: KvState,
-    emb_ghost: GhostState,
-    kv_ghost: GhostState,
-    until_ns: int,
-) -> None:
+def run(node: Node, until_ns: int) -> None:
     """Serve every request that arrives before `until_ns`, moving pages tick by tick, and the queues until then."""
     clocks = node.clocks
-    n = node.arrival_ns.size
+    arrival_ns = node.requests.arrival_ns
+    n = arrival_ns.size
     i = clocks[NEXT_REQUEST]
-    while True:
-        now = node.arrival_ns[i] if i < n else until_ns
-        if now >= until_ns:
-            break
-        _migrate_until(node, pool, emb, scratch, kvs, now)
-        latency.advance(queue, node.arrival_ns, now)
-        _serve(node, queue, rows, pool, emb, scratch, kvs, emb_ghost, kv_ghost, i)
+    while i < n and arrival_ns[i] < until_ns:
+        advance(node, arrival_ns[i])
+        serve(node, i, arrival_ns[i])
         i += 1
     clocks[NEXT_REQUEST] = i
-    _migrate_until(node, pool, emb, scratch, kvs, until_ns)
-    latency.advance(queue, node.arrival_ns, until_ns)
+    advance(node, until_ns)
 
 
-@inner
-def _migrate_until(
-    node: NodeState, pool: PoolState, emb: EmbeddingState, scratch: EmbeddingScratch, kvs: KvState, now_ns: int
-) -> None:
-    """Move pages on every tick up to `now_ns`, at most the budget on each; the same steps as `HbmPool.migrate`."""
-    clocks = node.clocks
-    window = node.window
+@kernel
+def advance(node: Node, now_ns: int) -> None:
+    """Move pages on every tick up to `now_ns`, and let link and accelerator work until then."""
+    clocks, pool = node.clocks, node.pool
     tick_ns = np.int64(node.params[TICK_NS])
-    e, k = emb.scalars[embedding.MEMBER], kvs.scalars[kv.MEMBER]
+    e, k = node.emb.scalars[embedding.MEMBER], node.kv.scalars[kv.MEMBER]
     while clocks[NEXT_TICK_NS] <= now_ns:
         tick = clocks[NEXT_TICK_NS]
-        if pool.owned[e] == pool.goal[e] and pool.owned[k] == pool.goal[k]:
+        settled = pool.owned[e] == pool.goal[e] and pool.owned[k] == pool.goal[k]
+        if settled and clocks[REFILL_FROM] == NONE:
             clocks[NEXT_TICK_NS] += ((now_ns - tick) // tick_ns + 1) * tick_ns
-            return
+            break
         clocks[NEXT_TICK_NS] += tick_ns
-        window[BUDGET] += node.params[PAGES_PER_TICK]
-        budget = np.int64(window[BUDGET])
-        window[BUDGET] -= budget
-        if emb.scalars[embedding.POLICY] == embedding.SIEVE:
-            freed = embedding.relocate_pages(
-                emb, pool, scratch, node.moving, node.moving.rows, 0, 0, budget, tick, _DRAIN_LIMIT_NS
-            )
-        else:
-            freed = embedding.release_pages(emb, pool, budget, tick, _DRAIN_LIMIT_NS)
-        kv.release_pages(kvs, pool, budget - freed)
-        granted = embedding.accept_pages(emb, pool, budget)
-        granted += kv.accept_pages(kvs, pool, budget - granted)
-        window[MOVED] += granted
+        if not settled:
+            _migrate(node, tick)
+        if clocks[REFILL_FROM] != NONE:
+            queues.advance(node.queue, tick)
+            _refill(node, tick)
+    queues.advance(node.queue, now_ns)
 
 
 @inner
-def _serve(
-    node: NodeState,
-    queue: QueueState,
-    rows: RowState,
-    pool: PoolState,
-    emb: EmbeddingState,
-    scratch: EmbeddingScratch,
-    kvs: KvState,
-    emb_ghost: GhostState,
-    kv_ghost: GhostState,
-    i: int,
-) -> None:
-    params = node.params
-    window = node.window
-    user = node.user[i]
-    phase = np.int64(node.phase[i])
-    history = np.int64(node.history[i])
+def _migrate(node: Node, tick: int) -> None:
+    """Move pages, at most the budget of a tick; the same steps as `HbmPool.migrate`."""
+    window, pool, emb = node.window, node.pool, node.emb
+    window[BUDGET] += node.params[PAGES_PER_TICK]
+    budget = np.int64(window[BUDGET])
+    window[BUDGET] -= budget
+    if emb.scalars[embedding.POLICY] == embedding.SIEVE:
+        freed = embedding.relocate_pages(
+            emb, pool, node.scratch, node.moving, node.moving.rows, 0, 0, budget, tick, _DRAIN_LIMIT_NS
+        )
+    else:
+        freed = embedding.release_pages(emb, pool, budget, tick, _DRAIN_LIMIT_NS)
+    if node.host.onto.size > 0:
+        kv_host.make_surplus_idle(node.kv, node.host, pool, budget - freed)
+    kv.release_pages(node.kv, pool, budget - freed)
+    granted = embedding.accept_pages(emb, pool, budget)
+    if granted > 0 and node.queue.params[queues.BACKGROUND_SHARE] > 0.0 and node.rows.content[0] != ITEMS:
+        node.clocks[REFILL_FROM] = 0
+    granted += kv.accept_pages(node.kv, pool, budget - granted)
+    window[MOVED] += granted
+
+
+@inner
+def _refill(node: Node, tick: int) -> None:
+    """Admit the rows that came in the background since the last tick, and ask for as many as there is room for.
+
+    They are the most popular rows of the law that are not cached. What the catalogue's popularity is, a server knows
+    from its logs; of hot sets it knows nothing, and of items (content ITEMS) nothing is refilled.
+    """
+    clocks, window, queue, emb = node.clocks, node.window, node.queue, node.emb
+    row_ns = node.params[ROW_NS] / node.rows.rate[0]  # of the link, per sampled row
+    window[REFILL_NS] += queue.sums[queues.BACKGROUND_DONE]
+    window[REFILLED] += queue.sums[queues.BACKGROUND_DONE] / node.params[ROW_NS] * node.params[ROW_BYTES]
+    queue.sums[queues.BACKGROUND_DONE] = 0.0
+    strata = np.int64(node.rows.edges[node.rows.edges.size - 1])
+    room = embedding.unfilled_slots(emb, 1)
+    for _ in range(_REFILL_SCAN):
+        first = clocks[REFILL_FROM]
+        if first >= strata or window[REFILL_NS] < row_ns or room == 0:
+            break
+        n = min(np.int64(REFILL_ROWS), strata - first)
+        for j in range(n):
+            node.keys[j] = first + j
+        embedding.contains(emb, node.tables, node.keys, n, node.found)
+        for j in range(n):
+            if not node.found[j]:
+                if window[REFILL_NS] < row_ns or room == 0:
+                    break
+                window[REFILL_NS] -= row_ns
+                node.keys[0] = first + j
+                embedding.lookup(emb, node.pool, node.scratch, node.tables, node.keys, 1)
+                room = embedding.unfilled_slots(emb, 1)
+            clocks[REFILL_FROM] = first + j + 1
+    if room == 0 or clocks[REFILL_FROM] >= strata:
+        clocks[REFILL_FROM] = NONE
+        window[REFILL_NS] = 0.0
+        queues.ask_background(queue, 0.0, tick)
+    elif queue.sums[queues.BACKGROUND] <= 0.0:
+        queues.ask_background(queue, max(row_ns, queue.params[queues.PIECE_NS]), tick)
+
+
+@kernel
+def serve(node: Node, i: int, now_ns: int) -> None:
+    """Take up request `i`, which comes to this node at `now_ns`; the node has been advanced to that time."""
+    params, window, queue, requests = node.params, node.window, node.queue, node.requests
+    phase = np.int64(requests.phase[i])
+    history = np.int64(requests.history[i])
+    measured = latency.weight(queue.measured, i)
+    window[REQUESTS] += 1
     window[ARRIVALS] += 1
-    if node.returning[i]:
-        window[RETURNING] += 1
-    if latency.full(queue):
-        latency.shed(queue, i)
+    if requests.returning[i]:
+        window[RETURNING] += measured
+    if not queues.make_place(queue, i, now_ns):
+        latency.shed(queue.measured, i)
         return
 
-    # Newest events were never computed, so they cannot be found.
-    old = history - np.int64(node.new[i])
-    prefix = kv.lookup(kvs, user, 0, old)
-    window[TOKENS] += history
-    window[TOKENS_HIT] += prefix
-    pages = float(-(-history // kvs.scalars[kv.PAGE_TOKENS]))
-    ghost.access(kv_ghost, user, pages, pages)
+    prefix, onboard_ns, onboarded = _find_history(node, i)
+    window[TOKENS] += measured * history
+    window[TOKENS_HIT] += measured * prefix
+    pages = float(-(-history // node.kv.scalars[kv.PAGE_TOKENS]))
+    ghost.access(node.kv_ghost, requests.user[i], pages, pages)
 
+    hot = 1 + phase
+    _look_up(node, i, prefix)
+    tokens = history - prefix
+    candidates = params[CANDIDATES]
+    total = (float(tokens) + candidates) * params[ROWS_PER_TOKEN]
+    # The request is charged the expected fetches of its rows: a sample's own would add noise that no real request has.
+    hot_rows = total * node.rows.hot_fraction[phase]
+    tail_rows = (total - hot_rows) * node.rows.tail_share[0]
+    missing = min(1.0, node.miss_rate[TAIL]) * tail_rows + node.miss_rate[hot] * hot_rows
+    window[ROWS] += measured * total
+    window[ROWS_HIT] += measured * (total - missing)
+    fetches = tail_rows * node.fetch_rate[TAIL] + hot_rows * node.fetch_rate[hot]
+    window[FETCHED] += fetches * params[ROW_BYTES] + onboarded * params[PAGE_BYTES]
+
+    if node.host.onto.size > 0:
+        kv_host.make_room(node.kv, node.host, node.pool, requests.user[i], 0, history)
+        kv_host.extend_tiers(node.kv, node.host, node.pool, requests.user[i], 0, history)
+    else:
+        kv.extend(node.kv, node.pool, requests.user[i], 0, history)
+    link_ns = fetches * params[ROW_NS]
+    pcie_ns = onboard_ns
+    if params[PCIE_IS_LINK] == 1.0:
+        link_ns += onboard_ns
+        pcie_ns = 0.0
+    queues.admit(queue, i, now_ns, link_ns, pcie_ns, _compute_ns(params, float(prefix), float(history)))
+
+
+@inner
+def _find_history(node: Node, i: int) -> tuple[int, float, int]:
+    """Return the tokens of the request's history that need not be computed, the ns of PCIe and the pages for that.
+
+    What lies in host memory comes back, is computed anew, or whatever is faster, as the node is set.
+    """
+    params, requests, kvs, host = node.params, node.requests, node.kv, node.host
+    user = requests.user[i]
+    history = np.int64(requests.history[i])
+    old = history - np.int64(requests.new[i])  # newest events were never computed, so they cannot be found
+    if host.onto.size == 0:
+        return kv.lookup(kvs, user, 0, old), 0.0, 0
+    prefix = kv_host.lookup_tiers(kvs, host, user, 0, old)
+    beyond = kv_host.beyond(kvs, host, user, 0, old)
+    if beyond == 0 or params[KV_MISS] == RECOMPUTE:
+        return prefix, 0.0, 0
+    pages = -(-beyond // kvs.scalars[kv.PAGE_TOKENS])
+    onboard_ns = params[ONBOARD_NS] + pages * params[PAGE_NS]
+    if params[KV_MISS] == CHEAPER:
+        compute_ns = _compute_ns(params, float(prefix), float(history)) - _compute_ns(
+            params, float(prefix + beyond), float(history)
+        )
+        hot = 1 + np.int64(requests.phase[i])
+        hot_fraction = node.rows.hot_fraction[requests.phase[i]]
+        fetch_rate = (1.0 - hot_fraction) * node.rows.tail_share[0] * node.fetch_rate[TAIL]
+        fetch_rate += hot_fraction * node.fetch_rate[hot]
+        fetch_ns = float(beyond) * params[ROWS_PER_TOKEN] * fetch_rate * params[ROW_NS]
+        if onboard_ns >= compute_ns + fetch_ns:
+            return prefix, 0.0, 0
+    came = 0
+    while True:
+        at = kv_host.next_onboard(kvs, host, node.pool, user, 0, old)
+        if at == kv.NONE:
+            break
+        kv_host.start_onboard(kvs, host, at)
+        kv_host.finish_onboard(kvs, host, at, True)
+        came += 1
+    if came == 0:
+        return prefix, 0.0, 0
+    e = kv.find(kvs, user)
+    return min(old, kvs.tokens[e]), params[ONBOARD_NS] + came * params[PAGE_NS], came
+
+
+@inner
+def _compute_ns(params: npt.NDArray[np.float64], prefix: float, history: float) -> float:
+    """Return the ns of compute for the tokens of a history after its prefix, and for the candidates."""
+    tokens = history - prefix
+    candidates = params[CANDIDATES]
+    pairs = tokens * (prefix + 0.5 * tokens) + candidates * history
+    return params[TOKEN_NS] * (tokens + candidates) + params[PAIR_NS] * pairs
+
+
+@inner
+def _look_up(node: Node, i: int, prefix: int) -> None:
+    """Look up and admit the sampled rows of a request, and learn from them how many of each class miss."""
+    requests, rows, scratch = node.requests, node.rows, node.scratch
+    phase = np.int64(requests.phase[i])
+    history = np.int64(requests.history[i])
     keys = node.keys
-    tail, hot = history_rows(rows, keys, i, user, phase, prefix, history)
-    n = tail + hot
-    candidates = np.int64(params[CANDIDATES])
-    hot_end = candidate_rows(rows, keys, n, i, phase, candidates, HOT)
-    end = candidate_rows(rows, keys, hot_end, i, phase, candidates, TAIL)
-    embedding.lookup(emb, pool, scratch, node.tables, keys, end)
+    tail, hot = history_rows(rows, keys, i, requests.user[i], phase, prefix, history)
+    candidates = np.int64(node.params[CANDIDATES])
+    hot_end = candidate_rows(rows, keys, tail + hot, i, phase, candidates, 1)
+    end = candidate_rows(rows, keys, hot_end, i, phase, candidates, 0)
+    embedding.lookup(node.emb, node.pool, scratch, node.tables, keys, end)
     misses_tail = misses_hot = fetched_tail = fetched_hot = 0
     miss, first = scratch.miss, scratch.first
-    threshold = emb_ghost.threshold[0]
+    threshold = node.emb_ghost.threshold[0]
     for j in range(end):
         if mix(np.uint64(keys[j])) < threshold:
-            ghost.follow(emb_ghost, keys[j], 1.0, 1.0)
+            ghost.follow(node.emb_ghost, keys[j], 1.0, 1.0)
         if miss[j] >= 0:
             fetched = 1 if first[miss[j]] == j else 0
             if tail <= j < hot_end:
@@ -184,32 +329,17 @@ def _serve(
             else:
                 misses_tail += 1
                 fetched_tail += fetched
-    tokens = history - prefix
-    total = float(tokens + candidates) * params[ROWS_PER_TOKEN]
     lookups = float(end - hot_end + tail)
     if rows.content[0] == ITEMS:
         # Few popular items make up much of a log, and whether they are in the sample is chance. What the sample has too
         # few or too many of are mostly their hits (SHARDS-adj): misses are set against the lookups that were expected.
-        lookups = total * rows.rate[0]
+        lookups = float(history - prefix + candidates) * node.params[ROWS_PER_TOKEN] * rows.rate[0]
     _learn(node, TAIL, lookups, misses_tail, fetched_tail)
-    _learn(node, HOT, float(hot_end - tail), misses_hot, fetched_hot)
-
-    # The request is charged the expected fetches of its rows: a sample's own would add noise that no real request has.
-    hot_rows = total * rows.hot_fraction[phase]
-    tail_rows = (total - hot_rows) * rows.tail_share[0]
-    missing = min(1.0, node.miss_rate[TAIL]) * tail_rows + node.miss_rate[HOT] * hot_rows
-    window[ROWS] += total
-    window[ROWS_HIT] += total - missing
-    fetches = tail_rows * node.fetch_rate[TAIL] + hot_rows * node.fetch_rate[HOT]
-
-    kv.extend(kvs, pool, user, 0, history)
-    pairs = float(tokens) * (float(prefix) + 0.5 * float(tokens)) + float(candidates) * float(history)
-    flop = params[FLOP_PER_TOKEN] * float(tokens + candidates) + params[FLOP_PER_PAIR] * pairs
-    latency.admit(queue, i, node.arrival_ns[i], fetches * params[ROW_BYTES], flop)
+    _learn(node, 1 + phase, float(hot_end - tail), misses_hot, fetched_hot)
 
 
 @inner
-def _learn(node: NodeState, part: int, lookups: float, misses: int, fetched: int) -> None:
+def _learn(node: Node, part: int, lookups: float, misses: int, fetched: int) -> None:
     """Smooth a class's rates of misses and fetches over the last lookups, over all of them while there are few."""
     if lookups > 0.0:
         node.seen[part] = min(node.seen[part] + lookups, SMOOTHING)

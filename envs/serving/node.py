@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cache_engine.backends.cpu import embedding, ghost, kv, pool
-from envs.serving import latency, loop
-from envs.serving.rows import build_rows
+from cache_engine.backends.cpu import embedding, ghost, kv, kv_host, pool
+from envs.serving import latency, loop, packed, queues
+from envs.serving.rows import RowModel, build_rows
 from helm_rl.errors import UserError
-from helm_rl.metrics import SHED_FACTOR, WindowStats
-from helm_rl.profiles.hardware import link_gb_s, resolve_hardware
+from helm_rl.metrics import WindowStats
+from helm_rl.profiles.hardware import link_gb_s, pcie_gb_s, resolve_hardware
 from helm_rl.profiles.model import ModelProfile, resolve_model
-from helm_rl.scenario import Scenario
+from helm_rl.scenario import HardwareSection, Scenario
 from helm_rl.workloads.inspect import returning
 from helm_rl.workloads.trace import Trace
 
@@ -29,6 +29,8 @@ _HEAD_ROWS = 65_536
 _GHOST_BUCKETS = 256
 GHOST_MEMORY_S = 30.0
 _MARGIN_SPAN = 0.04  # margins are slopes of the ghost's curve over this share of the pool on either side
+_PIECE_BYTES = 1 << 20  # of what is fetched in the background
+_LITTLE = 0.01
 EMB, KV = 0, 1
 
 
@@ -42,6 +44,60 @@ class NodeSnapshot:
     ghost_requests: float
 
 
+class ServedTrace:
+    """A trace as the kernels take it; the nodes that serve it share one.
+
+    Raises:
+        UserError: an unsound or empty trace, one too long, or tenants that the scenario does not have.
+    """
+
+    def __init__(self, scenario: Scenario, trace: Trace) -> None:
+        if len(trace) == 0:
+            raise UserError(f"trace {trace.meta.name} has no requests: there is nothing to serve")
+        trace.validate()  # the kernels rely on it: they check no index
+        self.trace = trace = plain(trace)
+        seconds = (int(trace.arrival_ns[-1]) - int(trace.arrival_ns[0])) / 1e9
+        if seconds > MAX_INTERVALS * scenario.control.interval_s:
+            raise UserError(
+                f"trace {trace.meta.name} lasts {seconds:,.0f} s, more than {MAX_INTERVALS:,} intervals of "
+                f"control.interval_s = {scenario.control.interval_s:g}; cut it, or speed it up (trace convert has "
+                "--end-s and --speed-up)"
+            )
+        if scenario.tenant and int(trace.tenant.max()) >= len(scenario.tenant):
+            raise UserError(
+                f"trace {trace.meta.name} has a tenant {trace.tenant.max()}, and scenario {scenario.name} has only "
+                f"{len(scenario.tenant)} (counted from 0); add [[tenant]] tables"
+            )
+        self.tenant = trace.tenant if scenario.tenant else np.zeros(len(trace), np.int32)
+        self.requests = loop.Requests(
+            trace.arrival_ns, trace.user, trace.phase, trace.history_tokens, trace.new_tokens, returning(trace)
+        )
+        self._rows: dict[tuple[Any, ...], RowModel] = {}
+
+    def rows(self, scenario: Scenario, model: ModelProfile, page_tokens: int, rate: float, head: int) -> RowModel:
+        """Return the rows of the trace sampled at `rate`; nodes that ask for the same get the same."""
+        key = (page_tokens, rate, head)
+        if key not in self._rows:
+            self._rows[key] = build_rows(
+                self.trace,
+                features=model.features_per_token,
+                candidates=model.candidates,
+                page_tokens=page_tokens,
+                rate=rate,
+                head=head,
+                zipf=scenario.load.zipf_items,
+                items=scenario.load.items,
+            )
+        rows = self._rows[key]
+        if rows.max_rows > MAX_REQUEST_ROWS:
+            raise UserError(
+                f"trace {self.trace.meta.name} has a history of {self.trace.history_tokens.max()} tokens: with "
+                f"model.features_per_token = {model.features_per_token} and model.candidates = {model.candidates} one "
+                f"request reads {rows.max_rows} sampled rows; at most {MAX_REQUEST_ROWS} are possible"
+            )
+        return rows
+
+
 class NodeSim:
     """A serving node: pool, caches, link and accelerator under one trace.
 
@@ -50,10 +106,22 @@ class NodeSim:
     is a function of scenario, trace and the targets: no random numbers are drawn while serving.
 
     Caches start as after a long time without a history of requests: the embedding cache holds the most popular rows,
-    the KV cache is empty; the trace's warm-up fills it.
+    the KV cache is empty; the trace's warm-up fills it. Pages that the embedding cache gains later are filled by what
+    misses and, in the background, by the most popular rows that it lacks (hardware.refill_share).
 
     Limits: what a request reads and computes is in the caches as soon as it arrives; a user whose history has reached
-    its maximum is taken to keep it (no slide of the window); one tenant; no background refill.
+    its maximum is taken to keep it (no slide of the window); keys and values go to host memory without using PCIe's
+    other direction up.
+
+    Args:
+        scenario: what serves, on what; its load only says how popular rows are where the trace does not.
+        trace: the arrivals.
+        alpha, start_ns: see `reset`.
+        max_sampled_slots: embedding rows that the pool is taken to hold at most; of more, a sample is simulated.
+        hardware: of this node of a cluster, in place of the scenario's.
+        served: the trace, made ready once for several nodes.
+        latency_ms: where latencies go, float32 [n], for nodes that share the trace's requests; None: an array of its
+            own, new at each reset.
 
     Raises:
         UserError: an unsound or empty trace, or a model that does not fit the pool's pages.
@@ -67,71 +135,62 @@ class NodeSim:
         start_ns: int | None = None,
         *,
         max_sampled_slots: int = MAX_SAMPLED_SLOTS,
+        hardware: HardwareSection | None = None,
+        served: ServedTrace | None = None,
+        latency_ms: npt.NDArray[np.float32] | None = None,
     ) -> None:
-        if len(trace) == 0:
-            raise UserError(f"trace {trace.meta.name} has no requests: there is nothing to serve")
-        trace.validate()  # the kernels rely on it: they check no index
-        trace = plain(trace)
-        seconds = (int(trace.arrival_ns[-1]) - int(trace.arrival_ns[0])) / 1e9
-        if seconds > MAX_INTERVALS * scenario.control.interval_s:
-            raise UserError(
-                f"trace {trace.meta.name} lasts {seconds:,.0f} s, more than {MAX_INTERVALS:,} intervals of "
-                f"control.interval_s = {scenario.control.interval_s:g}; cut it, or speed it up (trace convert has "
-                "--end-s and --speed-up)"
-            )
+        served = ServedTrace(scenario, trace) if served is None else served
+        self.scenario = scenario
+        self.trace = trace = served.trace
+        self.hardware = section = scenario.hardware if hardware is None else hardware
         model = resolve_model(scenario.model)
-        hardware = resolve_hardware(scenario.hardware)
-        self.pages, self.page_tokens, rows_per_page = page_layout(scenario, model)
+        profile = resolve_hardware(section)
+        self.pages, self.page_tokens, rows_per_page = page_layout(section, model)
         control = scenario.control
         sampled_rows = max(1, min(rows_per_page, max_sampled_slots // self.pages))
         self.rate = sampled_rows / rows_per_page
         smallest = max(1, int(control.alpha_min * self.pages)) * rows_per_page
-        rows = build_rows(
-            trace,
-            features=model.features_per_token,
-            candidates=model.candidates,
-            page_tokens=self.page_tokens,
-            rate=self.rate,
-            head=min(_HEAD_ROWS, smallest // 16),
-            zipf=scenario.load.zipf_items,
-            items=scenario.load.items,
-        )
-        if rows.max_rows > MAX_REQUEST_ROWS:
-            raise UserError(
-                f"trace {trace.meta.name} has a history of {trace.history_tokens.max()} tokens: with "
-                f"model.features_per_token = {model.features_per_token} and model.candidates = {model.candidates} one "
-                f"request reads {rows.max_rows} sampled rows; at most {MAX_REQUEST_ROWS} are possible"
-            )
-        self.scenario = scenario
-        self.trace = trace
+        self._rows = served.rows(scenario, model, self.page_tokens, self.rate, min(_HEAD_ROWS, smallest // 16))
         self.slo_ns = scenario.slo_ms * 1e6
         self.end_ns = int(trace.arrival_ns[-1]) + 1
-        self._rows = rows
+        self._served = served
         self._sampled_rows = sampled_rows
         self._tick_ns = max(1, round(min(control.tick_s, control.interval_s) * 1e9))
+        link, pcie, page_bytes = link_gb_s(section), pcie_gb_s(section), section.page_kib * 1024
+        # ms that a hit saves: a row's transfer, or a token's prefill.
+        self._row_ms = model.row_bytes / link * 1e-6
+        self._token_ms = profile.prefill_ns(model.flops_per_token, 0.0) * 1e-6
+        self._features = model.features_per_token
         self._params = np.zeros(loop.N_PARAMS)
-        self._params[loop.FLOP_PER_TOKEN] = model.flops_per_token
-        self._params[loop.FLOP_PER_PAIR] = model.flops_per_pair
+        self._params[loop.TOKEN_NS] = profile.prefill_ns(model.flops_per_token, 0.0)
+        self._params[loop.PAIR_NS] = profile.prefill_ns(0.0, model.flops_per_pair)
         self._params[loop.ROW_BYTES] = model.row_bytes
+        self._params[loop.ROW_NS] = model.row_bytes / link
         self._params[loop.ROWS_PER_TOKEN] = model.features_per_token
         self._params[loop.CANDIDATES] = model.candidates
         self._params[loop.TICK_NS] = self._tick_ns
         self._params[loop.PAGES_PER_TICK] = control.migrate_pages_per_s * self._tick_ns * 1e-9
-        queue = np.zeros(latency.N_PARAMS)
-        queue[latency.SLO_NS] = self.slo_ns
-        queue[latency.BATCH_NS] = hardware.batch_ms * 1e6
-        queue[latency.REQUEST_NS] = hardware.request_ms * 1e6
-        queue[latency.LINK_BYTES_PER_NS] = link_gb_s(scenario.hardware)
-        queue[latency.FLOP_PER_NS] = hardware.flop_per_s * 1e-9
-        queue[latency.MAX_BATCH] = scenario.hardware.max_batch
-        queue[latency.QUEUE_BOUND] = scenario.hardware.queue_bound
-        queue[latency.SHED_NS] = SHED_FACTOR * self.slo_ns
+        self._params[loop.KV_MISS] = loop.KV_MISSES[section.kv_miss]
+        self._params[loop.PAGE_BYTES] = page_bytes
+        self._params[loop.PAGE_NS] = page_bytes / pcie
+        self._params[loop.ONBOARD_NS] = profile.onboard_ms * 1e6
+        self._params[loop.PCIE_IS_LINK] = section.link == "local-host"
+        self._host_pages = min(int(section.kv_host_gib * 2**30) // page_bytes, MAX_PAGES)
+        queue = np.zeros(queues.N_PARAMS)
+        queue[queues.BATCH_NS] = profile.batch_ms * 1e6
+        queue[queues.REQUEST_NS] = profile.request_ms * 1e6
+        queue[queues.MAX_BATCH] = section.max_batch
+        queue[queues.QUEUE_BOUND] = section.queue_bound
+        queue[queues.BACKGROUND_SHARE] = section.refill_share
+        queue[queues.PIECE_NS] = _PIECE_BYTES / link
         self._queue_params = queue
-        self._returning = returning(trace)
-        # ms that a hit saves: a row's transfer, or a token's prefill.
-        self._row_ms = model.row_bytes / link_gb_s(scenario.hardware) * 1e-6
-        self._token_ms = model.flops_per_token / hardware.flop_per_s * 1e3
-        self._features = model.features_per_token
+        tenants = scenario.tenant
+        self._slo_ns = np.array([(tenant.slo_ms or scenario.slo_ms) * 1e6 for tenant in tenants] + [self.slo_ns])
+        if not tenants:
+            self._slo_ns = np.array([self.slo_ns, self.slo_ns])
+        self._weight = np.array([tenant.weight for tenant in tenants] or [1.0])
+        self._priority = np.array([tenant.priority for tenant in tenants] or [0], np.int64)
+        self._shared_ms = latency_ms
         self._ghost_rate = min(1.0, 8192.0 / (self.pages * sampled_rows))
         self.reset(alpha, start_ns)
 
@@ -140,62 +199,69 @@ class NodeSim:
 
         `alpha` is clipped to the scenario's bounds; NaN is refused with ValueError.
         """
-        pages = self.pages
-        trace = self.trace
-        scenario = self.scenario
-        self._pool = pool.new_pool_state(pages, 2)
+        pages, trace, scenario = self.pages, self.trace, self.scenario
+        requests = self._served.requests
+        own_pool = pool.new_pool_state(pages, 2)
+        self._pool = own_pool
         self.set_target(alpha)
         most = min(pages - 1, math.ceil(scenario.control.alpha_max * pages) + 1)
-        policy = embedding.POLICIES[scenario.hardware.emb_policy]
-        self._emb = embedding.new_embedding_state(pages, self._sampled_rows, most, EMB, policy)
-        self._kv = kv.new_kv_state(pages, self.page_tokens, KV)
-        self._scratch = embedding.new_embedding_scratch(max(1024, self._rows.max_rows, self._sampled_rows))
-        self._queue = latency.new_queue_state(self._queue_params, len(trace))
-        self._emb_ghost = ghost.new_ghost_state(
-            self._ghost_rate, 16_384, float(pages * self._sampled_rows), _GHOST_BUCKETS
-        )
-        self._kv_ghost = ghost.new_ghost_state(1.0, min(16_384, 2 * pages), float(pages), _GHOST_BUCKETS)
-        first = 0 if start_ns is None else int(np.searchsorted(trace.arrival_ns, start_ns))
+        policy = embedding.POLICIES[self.hardware.emb_policy]
+        scratch = embedding.new_embedding_scratch(max(1024, loop.REFILL_ROWS, self._rows.max_rows, self._sampled_rows))
+        latency_ms = np.full(len(trace), np.nan, np.float32) if self._shared_ms is None else self._shared_ms
+        measured = latency.new_latency_state(self._slo_ns, self._served.tenant, latency_ms, scenario.telemetry.sample)
         start = min(int(trace.arrival_ns[0]), trace.meta.measure_from_ns) if start_ns is None else start_ns
-        clocks = np.zeros(loop.N_CLOCKS, np.int64)
-        clocks[loop.NEXT_REQUEST] = first
+        clocks = np.full(loop.N_CLOCKS, loop.NONE, np.int64)
+        clocks[loop.NEXT_REQUEST] = 0 if start_ns is None else int(np.searchsorted(trace.arrival_ns, start_ns))
         clocks[loop.NEXT_TICK_NS] = start + self._tick_ns
-        size = self._scratch.slots.size
-        self._node = loop.NodeState(
-            self._params,
-            clocks,
-            np.zeros(loop.N_WINDOW),
-            np.zeros(2),
-            # The tail is there from the start; a hot set starts cold, and its first misses are charged with delay, but
-            # no more often than they happen.
-            np.array([0.0, loop.SMOOTHING]),
-            np.zeros(2),
-            np.zeros(size, np.int64),
-            np.zeros(size, np.int16),
-            embedding.new_moving_rows(self._sampled_rows, 0),
-            trace.arrival_ns,
-            trace.user,
-            trace.phase,
-            trace.history_tokens,
-            trace.new_tokens,
-            self._returning,
+        classes = 1 + len(trace.meta.phases)
+        seen = np.full(classes, loop.SMOOTHING)
+        # The tail is there from the start; a hot set starts cold, and its first misses are charged with delay, but
+        # no more often than they happen.
+        seen[loop.TAIL] = 0.0
+        size = scratch.slots.size
+        self.state = loop.Node(
+            params=self._params,
+            clocks=clocks,
+            window=np.zeros(loop.N_WINDOW),
+            miss_rate=np.zeros(classes),
+            seen=seen,
+            fetch_rate=np.zeros(classes),
+            keys=np.zeros(size, np.int64),
+            tables=np.zeros(size, np.int16),
+            found=np.zeros(loop.REFILL_ROWS, np.bool_),
+            moving=embedding.new_moving_rows(self._sampled_rows, 0),
+            requests=requests,
+            rows=self._rows.state,
+            queue=queues.new_queue_state(
+                self._queue_params, self._weight, self._priority, requests.arrival_ns, measured, start
+            ),
+            pool=own_pool,
+            emb=embedding.new_embedding_state(pages, self._sampled_rows, most, EMB, policy),
+            scratch=scratch,
+            kv=kv.new_kv_state(pages, self.page_tokens, KV),
+            host=kv_host.new_kv_host_state(self._host_pages, self.page_tokens, pages),
+            emb_ghost=ghost.new_ghost_state(
+                self._ghost_rate, 16_384, float(pages * self._sampled_rows), _GHOST_BUCKETS
+            ),
+            kv_ghost=ghost.new_ghost_state(1.0, min(16_384, 2 * pages), float(pages), _GHOST_BUCKETS),
         )
+        self.packed = packed.pack(self.state)
         self.now_ns = start
-        self._queue.clocks[latency.LINK_FREE] = self._queue.clocks[latency.COMPUTE_FREE] = start
         self._ghost_requests = 0.0
-        embedding.accept_pages(self._emb, self._pool, pages)
-        kv.accept_pages(self._kv, self._pool, pages)
+        embedding.accept_pages(self.state.emb, own_pool, pages)
+        kv.accept_pages(self.state.kv, own_pool, pages)
         if self._rows.state.content[0] != 1:
             self._fill()
 
     def _fill(self) -> None:
         """Fill the embedding cache with the most popular rows, the most popular last."""
-        slots = int(self._pool.owned[EMB]) * self._sampled_rows
+        node = self.state
+        slots = int(node.pool.owned[EMB]) * self._sampled_rows
         keys = np.arange(min(self._rows.strata, slots) - 1, -1, -1, dtype=np.int64)
-        size = self._scratch.slots.size
+        size = node.scratch.slots.size
         for start in range(0, keys.size, size):
             part = keys[start : start + size]
-            embedding.lookup(self._emb, self._pool, self._scratch, self._node.tables, part, part.size)
+            embedding.lookup(node.emb, node.pool, node.scratch, node.tables, part, part.size)
 
     def set_target(self, alpha: float) -> None:
         """Ask for `alpha`, within the scenario's bounds; NaN is refused with ValueError."""
@@ -215,60 +281,63 @@ class NodeSim:
     @property
     def latency_ms(self) -> npt.NDArray[np.float32]:
         """Latency of each request from its scheduled arrival, [n]; NaN: not complete; shed: SHED_FACTOR * SLO."""
-        return self._queue.latency_ms
+        return self.state.queue.measured.latency_ms
 
     @property
     def simulated_lookups(self) -> int:
         """Row lookups that the embedding cache has answered since the reset; each stands for 1 / rate rows."""
-        return int(self._emb.counters[embedding.REQUESTED])
+        return int(self.state.emb.counters[embedding.REQUESTED])
 
     def run(self, until_ns: int) -> WindowStats:
         """Serve until `until_ns` of the trace's clock and return what was measured since the last call."""
         if until_ns < self.now_ns:
             raise ValueError(f"until_ns = {until_ns} lies before the node's clock, {self.now_ns}")
-        node, queue = self._node, self._queue
-        latency.start_window(queue)
-        node.window[: loop.BUDGET] = 0.0
+        self.start_window(until_ns)
+        packed.run(self.packed, until_ns)
+        return self.end_window(until_ns)
+
+    def start_window(self, until_ns: int) -> None:
+        """Begin to measure anew; the window will end at `until_ns`."""
+        node, queue = self.state, self.state.queue
+        latency.start_window(queue.measured)
+        queue.sums[queues.LINK_BUSY] = queue.sums[queues.COMPUTE_BUSY] = 0.0
+        node.window[: loop.KEPT] = 0.0
         decay = math.exp(-(until_ns - self.now_ns) * 1e-9 / GHOST_MEMORY_S)
-        self._emb_ghost.hits[:] *= decay
-        self._kv_ghost.hits[:] *= decay
+        node.emb_ghost.hits[:] *= decay
+        node.kv_ghost.hits[:] *= decay
         self._ghost_requests *= decay
-        loop.run(
-            node,
-            queue,
-            self._rows.state,
-            self._pool,
-            self._emb,
-            self._scratch,
-            self._kv,
-            self._emb_ghost,
-            self._kv_ghost,
-            until_ns,
-        )
+
+    def end_window(self, until_ns: int) -> WindowStats:
+        """Return what was measured since `start_window`."""
+        node, queue = self.state, self.state.queue
         start_ns, self.now_ns = self.now_ns, until_ns
-        w, q = node.window, queue.window
-        self._ghost_requests += w[loop.ARRIVALS]
+        w, q, sums = node.window, queue.measured.window, queue.sums
+        self._ghost_requests += w[loop.REQUESTS]
         emb_margin, kv_margin = self._margins()
+
+        def whole(count: float) -> int:  # of a sample: an estimate
+            return round(float(count))
+
         return WindowStats(
             start_ns=start_ns,
             end_ns=until_ns,
-            arrivals=int(w[loop.ARRIVALS]),
-            returning=int(w[loop.RETURNING]),
-            completed=int(q[latency.COMPLETED]),
-            slow=int(q[latency.SLOW]),
-            shed=int(q[latency.SHED]),
-            history_tokens=int(w[loop.TOKENS]),
-            history_tokens_hit=int(w[loop.TOKENS_HIT]),
+            arrivals=whole(w[loop.ARRIVALS]),
+            returning=whole(w[loop.RETURNING]),
+            completed=whole(q[latency.COMPLETED]),
+            slow=whole(q[latency.SLOW]),
+            shed=whole(q[latency.SHED]),
+            history_tokens=whole(w[loop.TOKENS]),
+            history_tokens_hit=whole(w[loop.TOKENS_HIT]),
             rows=float(w[loop.ROWS]),
             rows_hit=float(w[loop.ROWS_HIT]),
             log_latency_sum=float(q[latency.LOG_SUM]),
             excess_sum=float(q[latency.EXCESS_SUM]),
             latency_ms_sum=float(q[latency.MS_SUM]),
-            p99_ms=float(latency.sketch_p99_ms(queue)),
-            link_busy_ns=int(q[latency.LINK_BUSY]),
-            compute_busy_ns=int(q[latency.COMPUTE_BUSY]),
-            queue=int(latency.waiting(queue)),
-            queue_bound=self.scenario.hardware.queue_bound,
+            p99_ms=float(latency.sketch_p99_ms(queue.measured)),
+            link_busy_ns=int(sums[queues.LINK_BUSY]),
+            compute_busy_ns=int(sums[queues.COMPUTE_BUSY]),
+            queue=int(queues.waiting(queue)),
+            queue_bound=self.hardware.queue_bound,
             alpha=self.alpha,
             target=self.target,
             backlog_pages=int(np.abs(self._pool.owned - self._pool.goal).max()),
@@ -276,6 +345,8 @@ class NodeSim:
             pages=self.pages,
             emb_margin_ms=emb_margin,
             kv_margin_ms=kv_margin,
+            fetched_bytes=float(w[loop.FETCHED]),
+            refilled_bytes=float(w[loop.REFILLED]),
         )
 
     def save(self) -> NodeSnapshot:
@@ -285,32 +356,51 @@ class NodeSim:
         )
 
     def restore(self, snapshot: NodeSnapshot) -> None:
-        """Go back to where `save` was called on this node, since its last `reset`; what follows is served as then."""
+        """Go back to where `save` was called, on this node or another of the same scenario and trace."""
         for array, saved in zip(self._changing(), snapshot.arrays, strict=True):
             np.copyto(array, saved)
-        self._scratch.seen[:] = 0  # it tells batches apart by numbers that now come again
+        self.state.scratch.seen[:] = 0  # it tells batches apart by numbers that now come again
         self.target, self.now_ns, self._ghost_requests = snapshot.target, snapshot.now_ns, snapshot.ghost_requests
 
     def _changing(self) -> list[npt.NDArray[Any]]:
-        node, emb = self._node, self._emb
+        node, emb = self.state, self.state.emb
         own = [node.clocks, node.window, node.miss_rate, node.seen, node.fetch_rate]
         rows = [emb.word, emb.row, emb.queue, emb.spot, emb.fill, emb.fresh, emb.scalars, emb.counters]
-        return [*own, *rows, *self._queue, *self._pool, *self._kv, *self._emb_ghost, *self._kv_ghost]
+        queue = [array for array in node.queue if isinstance(array, np.ndarray)]
+        measured = [node.queue.measured.latency_ms, node.queue.measured.window, node.queue.measured.sketch]
+        return [*own, *rows, *queue, *measured, *node.pool, *node.kv, *node.host, *node.emb_ghost, *node.kv_ghost]
 
     def drain(self) -> None:
         """Serve what is left of the trace and wait until every queue is empty, however long that takes."""
         self.run(max(self.end_ns, self.now_ns))
-        latency.advance(self._queue, self._node.arrival_ns, latency.FOREVER_NS)
-        self.now_ns = max(self.now_ns, int(self._queue.clocks[latency.COMPUTE_FREE]))
+        self.empty_queues()
+
+    def empty_queues(self) -> None:
+        """Wait until every queue is empty, however long that takes.
+
+        Raises RuntimeError if the mean number present is not the rate of arrivals times the mean time in the system
+        (Little's law), which would be a fault of the simulator.
+        """
+        queue = self.state.queue
+        queues.advance(queue, queues.FOREVER_NS)
+        self.now_ns = max(self.now_ns, int(queue.clocks[queues.BATCH_END]))
+        sums = queue.sums
+        present, took = sums[queues.PRESENT_NS], sums[queues.LATENCY_NS] - sums[queues.ELSEWHERE_NS]
+        if queue.clocks[queues.PRESENT] or abs(present - took) > _LITTLE * took + 1.0:
+            raise RuntimeError(
+                f"the simulator has lost count: {queue.clocks[queues.PRESENT]} requests are left, those present add up "
+                f"to {present:g} requests x ns, and their times in the system to {took:g} ns"
+            )
 
     def _margins(self) -> tuple[float, float]:
         """Return the ms per request that 1 % more of the pool would save as EMB and as KV, from the ghosts' slopes."""
         requests = self._ghost_requests
         if requests == 0:
             return 0.0, 0.0
-        emb_hits = _slope(self._emb_ghost.hits, self.alpha) / (self._ghost_rate * self.rate)
-        kv_pages = _slope(self._kv_ghost.hits, 1.0 - self.alpha)
-        fetches = self._node.fetch_rate[loop.TAIL] * self._rows.state.tail_share[0]
+        node = self.state
+        emb_hits = _slope(node.emb_ghost.hits, self.alpha) / (self._ghost_rate * self.rate)
+        kv_pages = _slope(node.kv_ghost.hits, 1.0 - self.alpha)
+        fetches = node.fetch_rate[loop.TAIL] * self._rows.state.tail_share[0]
         token_ms = self._token_ms + self._features * fetches * self._row_ms
         return (
             float(0.01 * emb_hits / requests * self._row_ms),
@@ -318,9 +408,8 @@ class NodeSim:
         )
 
 
-def page_layout(scenario: Scenario, model: ModelProfile) -> tuple[int, int, int]:
+def page_layout(hardware: HardwareSection, model: ModelProfile) -> tuple[int, int, int]:
     """Return the pool's pages, and how many tokens and how many rows a page holds; UserError where that cannot be."""
-    hardware = scenario.hardware
     if hardware.nodes != 1:
         raise UserError(f"hardware.nodes = {hardware.nodes}: this is one node, so it must be 1")
     page_bytes = hardware.page_kib * 1024

@@ -55,6 +55,14 @@ class RowState(NamedTuple):
     items: npt.NDArray[np.int64]  # BLOCKS, ITEMS: item_values of the trace
 
 
+def new_row_state() -> RowState:
+    """Return a state of the least size, of a law with one row; `build_rows` makes those that are of use."""
+    one = np.ones(1, np.int64)
+    none = np.zeros(0, np.int64)
+    real = np.zeros(1)
+    return RowState(one, np.zeros(2), real, real, one, real, one, one, one, none, none, one, none)
+
+
 @dataclass(frozen=True)
 class RowModel:
     """Rows of one trace under one sampling rate."""

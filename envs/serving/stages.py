@@ -8,13 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine.backends.cpu import embedding, kv
-from cache_engine.backends.cpu.embedding import EmbeddingScratch, EmbeddingState
-from cache_engine.backends.cpu.kv import KvState
-from cache_engine.backends.cpu.pool import PoolState
 from cache_engine.jit import kernel
-from envs.serving.loop import CANDIDATES, HOT, TAIL, NodeState
+from envs.serving.loop import CANDIDATES, Node
 from envs.serving.node import NodeSim
-from envs.serving.rows import RowState, candidate_rows, history_rows
+from envs.serving.rows import candidate_rows, history_rows
 
 
 def stage_seconds(node: NodeSim, requests: int, repeats: int = 1, alpha: float = 0.5) -> dict[str, float]:
@@ -31,13 +28,13 @@ def stage_seconds(node: NodeSim, requests: int, repeats: int = 1, alpha: float =
     for _ in range(repeats + 1):
         node.reset(alpha)
         begun = time.thread_time()
-        _kv_stage(node._node, node._pool, node._kv, prefix)
+        _kv_stage(node.state, prefix)
         kv_s.append(time.thread_time() - begun)
         begun = time.thread_time()
-        _rows_stage(node._node, node._rows.state, prefix)
+        _rows_stage(node.state, prefix)
         rows_s.append(time.thread_time() - begun)
         begun = time.thread_time()
-        _lookup_stage(node._node, node._rows.state, node._pool, node._emb, node._scratch, prefix)
+        _lookup_stage(node.state, prefix)
         both_s.append(time.thread_time() - begun)
     # Lookups are what a draw with them takes longer: of the fastest of either, for a difference of two disturbed
     # measurements may be anything.
@@ -46,43 +43,37 @@ def stage_seconds(node: NodeSim, requests: int, repeats: int = 1, alpha: float =
 
 
 @kernel
-def _kv_stage(node: NodeState, pool: PoolState, kvs: KvState, prefix: npt.NDArray[np.int64]) -> None:
+def _kv_stage(node: Node, prefix: npt.NDArray[np.int64]) -> None:
+    requests = node.requests
     for i in range(prefix.size):
-        history = np.int64(node.history[i])
-        prefix[i] = kv.lookup(kvs, node.user[i], 0, history - np.int64(node.new[i]))
-        kv.extend(kvs, pool, node.user[i], 0, history)
+        history = np.int64(requests.history[i])
+        prefix[i] = kv.lookup(node.kv, requests.user[i], 0, history - np.int64(requests.new[i]))
+        kv.extend(node.kv, node.pool, requests.user[i], 0, history)
 
 
 @kernel
-def _rows_stage(node: NodeState, rows: RowState, prefix: npt.NDArray[np.int64]) -> int:
+def _rows_stage(node: Node, prefix: npt.NDArray[np.int64]) -> int:
     total = 0
     for i in range(prefix.size):
-        total += _draw(node, rows, i, prefix[i])
+        total += _draw(node, i, prefix[i])
     return total
 
 
 @kernel
-def _lookup_stage(
-    node: NodeState,
-    rows: RowState,
-    pool: PoolState,
-    emb: EmbeddingState,
-    scratch: EmbeddingScratch,
-    prefix: npt.NDArray[np.int64],
-) -> int:
+def _lookup_stage(node: Node, prefix: npt.NDArray[np.int64]) -> int:
     total = 0
     for i in range(prefix.size):
-        n = _draw(node, rows, i, prefix[i])
-        embedding.lookup(emb, pool, scratch, node.tables, node.keys, n)
+        n = _draw(node, i, prefix[i])
+        embedding.lookup(node.emb, node.pool, node.scratch, node.tables, node.keys, n)
         total += n
     return total
 
 
 @kernel
-def _draw(node: NodeState, rows: RowState, i: int, prefix: int) -> int:
-    phase = np.int64(node.phase[i])
-    history = np.int64(node.history[i])
-    tail, hot = history_rows(rows, node.keys, i, node.user[i], phase, prefix, history)
+def _draw(node: Node, i: int, prefix: int) -> int:
+    phase = np.int64(node.requests.phase[i])
+    history = np.int64(node.requests.history[i])
+    tail, hot = history_rows(node.rows, node.keys, i, node.requests.user[i], phase, prefix, history)
     candidates = np.int64(node.params[CANDIDATES])
-    n = candidate_rows(rows, node.keys, tail + hot, i, phase, candidates, HOT)
-    return candidate_rows(rows, node.keys, n, i, phase, candidates, TAIL)
+    n = candidate_rows(node.rows, node.keys, tail + hot, i, phase, candidates, 1)
+    return candidate_rows(node.rows, node.keys, n, i, phase, candidates, 0)

@@ -18,6 +18,7 @@ from cache_engine.backends.cpu import embedding
 from envs.serving.node import NodeSim
 from helm_rl.errors import UserError
 from helm_rl.metrics import SHED_FACTOR, WindowStats, p99_ms
+from helm_rl.profiles.hardware import HARDWARE
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.generate import generate, zipf_codes
 from helm_rl.workloads.trace import Trace
@@ -25,6 +26,10 @@ from tests.envs.worlds import QUICK, scenario, trace
 
 SECOND = 1_000_000_000
 PAGES = 256
+A100 = HARDWARE["a100-80g"]
+# Decoder-0.2b: what a token, and a pair of tokens in attention, take.
+TOKEN_MS = A100.prefill_ns(2 * 16 * (1024 * (2 * 1024 + 2 * 256) + 3 * 1024 * 2816), 0.0) * 1e-6
+PAIR_MS = A100.prefill_ns(0.0, 4 * 16 * 16 * 64) * 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +54,17 @@ def total(windows: list[WindowStats], field: str) -> float:
 
 
 def test_latencies_of_a_user_by_hand() -> None:
-    """Decoder-0.2b on an A100: 2.1 us a token and 65,536 FLOP a pair; the link is too fast to matter."""
+    """Decoder-0.2b on an A100, whose link is too fast to matter."""
     small = scenario(hardware__link_gb_s=1e4, model__candidates=10)
     made = trace([0.0, 1000.0, 2000.0], user=[0, 0, 0], history=[1000, 1010, 1010], new=[1000, 10, 1])
     node = NodeSim(small, made, 0.5)
     windows = serve(node, SECOND)
 
-    token_ms = 2 * 16 * (1024 * (2 * 1024 + 2 * 256) + 3 * 1024 * 2816) / (312e12 * 0.55) * 1e3
-    pair_ms = 4 * 16 * 16 * 64 / (312e12 * 0.55) * 1e3
-    fixed_ms = 0.5 + 2.0
+    fixed_ms = A100.batch_ms + A100.request_ms
 
     def work_ms(found: int, history: int) -> float:
         fresh = history - found
-        return (fresh + 10) * token_ms + (fresh * (found + fresh / 2) + 10 * history) * pair_ms
+        return (fresh + 10) * TOKEN_MS + (fresh * (found + fresh / 2) + 10 * history) * PAIR_MS
 
     expected = [fixed_ms + work_ms(0, 1000), fixed_ms + work_ms(1000, 1010), fixed_ms + work_ms(1009, 1010)]
     assert node.latency_ms == pytest.approx(expected, rel=1e-4)
@@ -82,7 +85,7 @@ def test_who_comes_at_once_is_served_at_once() -> None:
     alone, *together = node.latency_ms.tolist()
     assert together == [together[0]] * 3
     # One batch of three tokens, not three of one: the fixed cost of a batch is paid once.
-    assert together[0] == pytest.approx(alone + 2 * 2.1e-3, abs=1e-4)
+    assert together[0] == pytest.approx(alone + 2 * TOKEN_MS, abs=1e-4)
 
 
 def test_missing_rows_cross_the_link() -> None:
@@ -119,12 +122,14 @@ def test_a_second_of_stall_shows_in_the_p99_of_the_node() -> None:
     """Through the whole node: one history whose prefill takes a second, at 100 requests/s for 10 s."""
     small = scenario(hardware__link_gb_s=1e4, model__candidates=0, load__history_max=1 << 20)
     history = np.full(1000, 10)
-    history[500] = 67_000
+    history[500] = 76_000
+    stall_ms = 76_000 * TOKEN_MS + 0.5 * 76_000**2 * PAIR_MS
     made = trace((np.arange(1000) * 10.0).tolist(), history=history, new=history)
     node = NodeSim(small, made, 0.5)
     node.drain()
-    assert node.latency_ms[500] == pytest.approx(1_000, rel=0.01)
-    assert p99_ms(node.latency_ms) == pytest.approx(900, rel=0.01)  # rank 990: the tenth to come meanwhile
+    assert stall_ms == pytest.approx(1_000, rel=0.05)
+    assert node.latency_ms[500] == pytest.approx(stall_ms, rel=0.01)
+    assert p99_ms(node.latency_ms) == pytest.approx(stall_ms - 100, rel=0.01)  # rank 990: the tenth to come meanwhile
     assert np.median(node.latency_ms) < 3
 
 
@@ -278,9 +283,9 @@ def test_the_sample_of_rows_stands_for_all(load: tuple[Scenario, Trace]) -> None
     for slots in (1 << 20, 1 << 18, 1 << 16):
         node = NodeSim(small, made, 0.5, max_sampled_slots=slots)
         node.run(0)
-        before = node._emb.counters.copy()
+        before = node.state.emb.counters.copy()
         node.drain()
-        counted = node._emb.counters - before
+        counted = node.state.emb.counters - before
         rates.append(node.rate)
         misses.append(counted[embedding.MISSES] / counted[embedding.REQUESTED])
     assert rates == [1.0, 0.25, 0.0625]
@@ -341,8 +346,8 @@ def test_pages_for_histories_gain_where_the_next_one_would_just_fit() -> None:
     small = scenario(hardware__link_gb_s=1e4, model__candidates=0)
     margins = [serve(NodeSim(small, made, alpha))[-1].kv_margin_ms for alpha in (0.2, 0.53, 0.8)]
     assert margins[0] == margins[2] == 0
-    # 4 pages of 128 tokens a request, at 2.1 us each, spread over the .04 of the pool to either side.
-    assert margins[1] == pytest.approx(0.01 * 4 * 128 * 2.1e-3 / 0.08, rel=0.1)
+    # 4 pages of 128 tokens a request, spread over the .04 of the pool to either side.
+    assert margins[1] == pytest.approx(0.01 * 4 * 128 * TOKEN_MS / 0.08, rel=0.1)
 
 
 def test_it_starts_where_it_is_told(load: tuple[Scenario, Trace]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
@@ -11,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.serving import latency
-from envs.serving.latency import FOREVER_NS, QueueState, new_queue_state
+from envs.serving import latency, queues
+from envs.serving.queues import FOREVER_NS, QueueState
 from helm_rl.metrics import SHED_FACTOR, p99_ms
 
 MS = 1_000_000
@@ -22,45 +25,57 @@ Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 
-def new_queue(
-    requests: int,
-    *,
-    bound: int = 1_000_000,
-    max_batch: int = 1,
-    batch_ms: float = 0.0,
-    request_ms: float = 0.0,
-    slo_ms: float = SLO_MS,
-    link: float = 1.0,
-) -> QueueState:
-    """Queues whose link takes 1 ns a byte and whose accelerator takes 1 ns a FLOP."""
-    params = np.zeros(latency.N_PARAMS)
-    params[latency.SLO_NS] = slo_ms * MS
-    params[latency.BATCH_NS] = batch_ms * MS
-    params[latency.REQUEST_NS] = request_ms * MS
-    params[latency.LINK_BYTES_PER_NS] = link
-    params[latency.FLOP_PER_NS] = 1.0
-    params[latency.MAX_BATCH] = max_batch
-    params[latency.QUEUE_BOUND] = bound
-    params[latency.SHED_NS] = SHED_FACTOR * slo_ms * MS
-    return new_queue_state(params, requests)
+@dataclass
+class Params:
+    """Queues whose link takes 1 ns a byte and whose accelerator takes 1 ns a FLOP, unless said otherwise."""
+
+    bound: int = 1_000_000
+    max_batch: int = 1
+    batch_ms: float = 0.0
+    request_ms: float = 0.0
+    slo_ms: float = SLO_MS
+    background_share: float = 0.0
+    piece_ms: float = 1.0
+    weight: Sequence[float] = (1.0,)
+    priority: Sequence[int] = (0,)
 
 
-@numba.njit  # not `kernel`: its disk cache would not see an edit of latency.py from here
-def feed(queue: QueueState, arrival_ns: Int64Array, link_bytes: FloatArray, flop: FloatArray, stops: Int64Array) -> int:
+def new_queue(arrival_ns: Int64Array, tenant: Int64Array | None = None, **given: Any) -> QueueState:
+    chosen = Params(**given)
+    params = np.zeros(queues.N_PARAMS)
+    params[queues.BATCH_NS] = chosen.batch_ms * MS
+    params[queues.REQUEST_NS] = chosen.request_ms * MS
+    params[queues.MAX_BATCH] = chosen.max_batch
+    params[queues.QUEUE_BOUND] = chosen.bound
+    params[queues.BACKGROUND_SHARE] = chosen.background_share
+    params[queues.PIECE_NS] = chosen.piece_ms * MS
+    n = arrival_ns.size
+    measured = latency.new_latency_state(
+        np.full(len(chosen.weight) + 1, chosen.slo_ms * MS),
+        np.zeros(n, np.int32) if tenant is None else tenant.astype(np.int32),
+        np.full(n, np.nan, np.float32),
+    )
+    weight, priority = np.array(chosen.weight, np.float64), np.array(chosen.priority, np.int64)
+    return queues.new_queue_state(params, weight, priority, arrival_ns, measured)
+
+
+@numba.njit  # not `kernel`: its disk cache would not see an edit of queues.py from here
+def feed(queue: QueueState, link_ns: FloatArray, pcie_ns: FloatArray, work_ns: FloatArray, stops: Int64Array) -> int:
     """Serve all requests, the queues also being advanced at each of `stops`; return the sum of those present there."""
     present = 0
     k = 0
+    arrival_ns = queue.arrival_ns
     for i in range(arrival_ns.size):
         while k < stops.size and stops[k] <= arrival_ns[i]:
-            latency.advance(queue, arrival_ns, stops[k])
-            present += queue.clocks[latency.ADMITTED] - queue.clocks[latency.DONE]
+            queues.advance(queue, stops[k])
+            present += queue.clocks[queues.PRESENT]
             k += 1
-        latency.advance(queue, arrival_ns, arrival_ns[i])
-        if latency.full(queue):
-            latency.shed(queue, i)
+        queues.advance(queue, arrival_ns[i])
+        if queues.make_place(queue, i, arrival_ns[i]):
+            queues.admit(queue, i, arrival_ns[i], link_ns[i], pcie_ns[i], work_ns[i])
         else:
-            latency.admit(queue, i, arrival_ns[i], link_bytes[i], flop[i])
-    latency.advance(queue, arrival_ns, FOREVER_NS)
+            latency.shed(queue.measured, i)
+    queues.advance(queue, FOREVER_NS)
     return present
 
 
@@ -69,16 +84,19 @@ def serve(
     link_ms: FloatArray | list[float] | float = 0.0,
     work_ms: FloatArray | list[float] | float = 0.0,
     *,
+    pcie_ms: FloatArray | list[float] | float = 0.0,
+    tenant: Int64Array | None = None,
     stops_ms: FloatArray | None = None,
-    **params: float,
+    **params: Any,
 ) -> tuple[QueueState, FloatArray]:
     """Return the queues after all is served, and the latencies in ms."""
     arrival_ns = np.rint(np.array(arrival_ms) * MS).astype(np.int64)
     n = arrival_ns.size
-    queue = new_queue(n, **params)  # type: ignore[arg-type]
+    queue = new_queue(arrival_ns, tenant, **params)
     stops = np.zeros(0, np.int64) if stops_ms is None else np.rint(stops_ms * MS).astype(np.int64)
-    feed(queue, arrival_ns, np.broadcast_to(link_ms, n) * float(MS), np.broadcast_to(work_ms, n) * float(MS), stops)
-    return queue, queue.latency_ms.astype(np.float64)
+    link, pcie, work = (np.broadcast_to(ms, n) * float(MS) for ms in (link_ms, pcie_ms, work_ms))
+    feed(queue, link, pcie, work, stops)
+    return queue, queue.measured.latency_ms.astype(np.float64)
 
 
 def poisson(n: int, rate_per_ms: float, seed: int = 0) -> FloatArray:
@@ -94,7 +112,7 @@ def test_constant_service_is_m_d_1(station: str, load: float) -> None:
     wait_ms = load / (2 * (1 - load)) * 2.0  # Pollaczek and Khinchine
     assert took.min() == pytest.approx(2.0, rel=1e-6)
     assert took.mean() - 2.0 == pytest.approx(wait_ms, rel=0.03)
-    assert queue.window[latency.COMPLETED] == n
+    assert queue.measured.window[latency.COMPLETED] == n
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
@@ -107,7 +125,7 @@ def test_exponential_work_is_m_m_1(load: float) -> None:
     # The time in the system is exponential too.
     assert p99_ms(took) == pytest.approx(mean_ms * math.log(100), rel=0.05)
     assert np.median(took) == pytest.approx(mean_ms * math.log(2), rel=0.03)
-    busy_ms = queue.window[latency.COMPUTE_BUSY] / MS
+    busy_ms = queue.sums[queues.COMPUTE_BUSY] / MS
     assert busy_ms == pytest.approx(work.sum(), rel=1e-4)
 
 
@@ -117,13 +135,16 @@ def test_littles_law() -> None:
     work = np.random.default_rng(4).exponential(2.0, n)
     stops = np.random.default_rng(5).uniform(0, arrival[-1], 400_000)
     queue, took = serve(arrival, 0.5, work, bound=n, max_batch=4, batch_ms=0.5)
-    again = new_queue(n, bound=n, max_batch=4, batch_ms=0.5)
+    stops = np.sort(stops)
     ns = np.rint(arrival * MS).astype(np.int64)
-    stops_ns = np.sort(np.rint(stops * MS).astype(np.int64))
-    present = feed(again, ns, np.full(n, 0.5 * MS), work * MS, stops_ns)
-    assert np.array_equal(queue.latency_ms, again.latency_ms)
+    watched = new_queue(ns, bound=n, max_batch=4, batch_ms=0.5)
+    present = feed(watched, np.full(n, 0.5 * MS), np.zeros(n), work * MS, np.rint(stops * MS).astype(np.int64))
+    assert np.array_equal(took, watched.measured.latency_ms)
     # Mean number present = rate of arrivals * mean time in the system.
     assert present / stops.size == pytest.approx(took.sum() / arrival[-1], rel=0.01)
+    # The queue's own count, over all time instead of samples.
+    assert queue.sums[queues.PRESENT_NS] == pytest.approx(took.sum() * MS, rel=1e-6)
+    assert queue.sums[queues.LATENCY_NS] == pytest.approx(took.sum() * MS, rel=1e-6)
 
 
 def test_first_come_first_served() -> None:
@@ -133,7 +154,7 @@ def test_first_come_first_served() -> None:
     queue, took = serve(arrival, rng.exponential(1.0, n), rng.exponential(2.0, n), bound=n, max_batch=3)
     ends = arrival + took
     assert (np.diff(ends) >= -1e-3).all()
-    assert queue.clocks[latency.DONE] == queue.clocks[latency.ADMITTED] == n
+    assert queue.clocks[queues.PRESENT] == 0
 
 
 def test_a_request_alone_takes_link_batch_work_and_its_fixed_cost() -> None:
@@ -177,7 +198,7 @@ def test_a_full_queue_sheds_and_shed_counts_as_100_slo_in_every_figure() -> None
     queue, took = serve([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 0.0, 50.0, bound=2)
     shed_ms = SHED_FACTOR * SLO_MS
     assert took == pytest.approx([50.0, 99.0, 148.0, shed_ms, shed_ms, shed_ms])
-    window = queue.window
+    window = queue.measured.window
     assert window[latency.SHED] == 3
     assert window[latency.COMPLETED] == 6
     assert window[latency.SLOW] == 4
@@ -185,7 +206,7 @@ def test_a_full_queue_sheds_and_shed_counts_as_100_slo_in_every_figure() -> None
     assert window[latency.LOG_SUM] == pytest.approx(np.log(ratios).sum())
     assert window[latency.EXCESS_SUM] == pytest.approx(0.48 + 3 * latency.EXCESS_CLIP)
     assert window[latency.MS_SUM] == pytest.approx(took.sum())
-    assert latency.sketch_p99_ms(queue) == pytest.approx(shed_ms, rel=0.011)
+    assert latency.sketch_p99_ms(queue.measured) == pytest.approx(shed_ms, rel=0.011)
     assert p99_ms(took) == shed_ms
 
 
@@ -196,25 +217,24 @@ def test_a_full_queue_sheds_and_shed_counts_as_100_slo_in_every_figure() -> None
     max_batch=st.sampled_from([1, 2, 16]),
     load=st.floats(0.3, 5.0),
 )
-def test_the_ring_never_holds_more_than_it_has_places(seed: int, bound: int, max_batch: int, load: float) -> None:
+def test_the_queues_never_hold_more_than_it_has_places(seed: int, bound: int, max_batch: int, load: float) -> None:
     rng = np.random.default_rng(seed)
     n = 300
     arrival_ns = np.cumsum(rng.exponential(1.0 / load, n) * MS).astype(np.int64)
-    queue = new_queue(n, bound=bound, max_batch=max_batch)
+    queue = new_queue(arrival_ns, bound=bound, max_batch=max_batch)
     link, work = rng.exponential(0.5 * MS, n), rng.exponential(1.0 * MS, n)
     for i in range(n):
-        latency.advance(queue, arrival_ns, arrival_ns[i])
-        if latency.full(queue):
-            latency.shed(queue, i)
+        queues.advance(queue, arrival_ns[i])
+        if queues.make_place(queue, i, arrival_ns[i]):
+            queues.admit(queue, i, arrival_ns[i], link[i], 0.0, work[i])
         else:
-            latency.admit(queue, i, arrival_ns[i], link[i], work[i])
-        done, started, admitted = (int(x) for x in queue.clocks[latency.DONE :])
-        assert started - done <= max_batch
-        assert admitted - started <= bound
-        assert admitted - done < queue.ready_ns.size
-    latency.advance(queue, arrival_ns, FOREVER_NS)
-    assert not np.isnan(queue.latency_ms).any()
-    assert queue.window[latency.COMPLETED] == n
+            latency.shed(queue.measured, i)
+        assert queue.clocks[queues.BATCH] <= max_batch
+        assert 0 <= queues.waiting(queue) <= bound
+        assert queues.present(queue).size == queue.clocks[queues.PRESENT] < queue.free.size
+    queues.advance(queue, FOREVER_NS)
+    assert not np.isnan(queue.measured.latency_ms).any()
+    assert queue.measured.window[latency.COMPLETED] == n
 
 
 @settings(max_examples=50, deadline=None)
@@ -232,11 +252,11 @@ def test_when_the_clock_is_looked_at_changes_nothing(seed: int, max_batch: int) 
 
 
 def test_speeds_near_zero_saturate_instead_of_overflowing() -> None:
-    queue, took = serve([0.0, 1.0, 2.0], link_ms=1e-6, work_ms=1e30, link=1e-300)
+    queue, took = serve([0.0, 1.0, 2.0], link_ms=1e300, work_ms=1e300, max_batch=1)
     assert np.isfinite(took).all()
     assert (took > 1e12).all()  # 36 years
-    assert np.isfinite(queue.window).all()
-    assert (queue.clocks >= 0).all()
+    assert np.isfinite(queue.measured.window).all()
+    assert (queue.clocks[queues.LINK_END : queues.PCIE_FREE] >= 0).all()
 
 
 def test_the_sketch_is_within_a_bin_of_the_exact_percentile() -> None:
@@ -244,15 +264,15 @@ def test_the_sketch_is_within_a_bin_of_the_exact_percentile() -> None:
     work = np.exp(rng.normal(3.0, 1.0, 20_000))
     queue, took = serve(np.arange(20_000) * 1e5, 0.0, work)
     exact = p99_ms(took)
-    assert exact <= latency.sketch_p99_ms(queue) * 1.0001
-    assert latency.sketch_p99_ms(queue) == pytest.approx(exact, rel=0.012)
+    assert exact <= latency.sketch_p99_ms(queue.measured) * 1.0001
+    assert latency.sketch_p99_ms(queue.measured) == pytest.approx(exact, rel=0.012)
 
 
 def test_the_sketch_of_nothing_is_nan() -> None:
-    assert math.isnan(latency.sketch_p99_ms(new_queue(1)))
+    assert math.isnan(latency.sketch_p99_ms(new_queue(np.zeros(1, np.int64)).measured))
 
 
 @pytest.mark.parametrize(("work_ms", "sketch_ms"), [(1e-6, 0.0101005), (1e12, 0.01 * math.exp(16.0))])
 def test_latencies_beyond_the_sketch_fall_into_its_last_bins(work_ms: float, sketch_ms: float) -> None:
     queue, _ = serve([0.0], 0.0, work_ms)
-    assert latency.sketch_p99_ms(queue) == pytest.approx(sketch_ms, rel=1e-4)
+    assert latency.sketch_p99_ms(queue.measured) == pytest.approx(sketch_ms, rel=1e-4)

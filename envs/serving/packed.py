@@ -1,0 +1,68 @@
+"""Nodes in memory as the machine code has them, so that a kernel can take up any of many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_engine.backends.cpu import embedding, ghost, kv, kv_host, pool
+from cache_engine.jit import MOST_BYTES, in_memory, kernel
+from envs.serving import latency, loop, queues
+from envs.serving.rows import new_row_state
+
+
+def _example() -> loop.Node:
+    """Return a node of the least size: what it is made of is the same in all."""
+    zeros = np.zeros(1)
+    ids = np.zeros(1, np.int64)
+    params = np.ones(queues.N_PARAMS)
+    measured = latency.new_latency_state(zeros, np.zeros(1, np.int32), np.zeros(1, np.float32))
+    return loop.Node(
+        params=zeros,
+        clocks=ids,
+        window=zeros,
+        miss_rate=zeros,
+        seen=zeros,
+        fetch_rate=zeros,
+        keys=ids,
+        tables=np.zeros(1, np.int16),
+        found=np.zeros(1, np.bool_),
+        moving=embedding.new_moving_rows(1, 0),
+        requests=loop.Requests(
+            ids, ids, np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.bool_)
+        ),
+        rows=new_row_state(),
+        queue=queues.new_queue_state(params, zeros, ids, ids, measured),
+        pool=pool.new_pool_state(1, 2),
+        emb=embedding.new_embedding_state(1, 1, 1, 0, embedding.LRU),
+        scratch=embedding.new_embedding_scratch(1),
+        kv=kv.new_kv_state(1, 1, 1),
+        host=kv_host.new_kv_host_state(0, 1, 1),
+        emb_ghost=ghost.new_ghost_state(1.0, 1, 1.0, 1),
+        kv_ghost=ghost.new_ghost_state(1.0, 1, 1.0, 1),
+    )
+
+
+_store: Any
+load: Any  # for kernels: load(packed) -> Node
+_store, load = in_memory(_example())
+
+
+@kernel
+def _pack(packed: npt.NDArray[np.uint8], node: loop.Node) -> None:
+    _store(packed, node)
+
+
+def pack(node: loop.Node) -> npt.NDArray[np.uint8]:
+    """Return what `load` makes the node of again, uint8 [MOST_BYTES]; the caller keeps the node's arrays alive."""
+    packed = np.zeros(MOST_BYTES, np.uint8)
+    _pack(packed, node)
+    return packed
+
+
+@kernel
+def run(packed: npt.NDArray[np.uint8], until_ns: int) -> None:
+    """Run `loop.run` on a packed node."""
+    loop.run(load(packed), until_ns)

@@ -366,7 +366,7 @@ class NodeSim:
         node, emb = self.state, self.state.emb
         own = [node.clocks, node.window, node.miss_rate, node.seen, node.fetch_rate]
         rows = [emb.word, emb.row, emb.queue, emb.spot, emb.fill, emb.fresh, emb.scalars, emb.counters]
-        queue = [array for array in node.queue if isinstance(array, np.ndarray)]
+        queue: list[npt.NDArray[Any]] = [array for array in node.queue if isinstance(array, np.ndarray)]
         measured = [node.queue.measured.latency_ms, node.queue.measured.window, node.queue.measured.sketch]
         return [*own, *rows, *queue, *measured, *node.pool, *node.kv, *node.host, *node.emb_ghost, *node.kv_ghost]
 

@@ -85,7 +85,7 @@ class QueueState(NamedTuple):
     batch: npt.NDArray[np.int32]  # [max_batch] places
     ring: npt.NDArray[np.int32]  # [2, T, Q] places that wait, in order of arrival
     head: npt.NDArray[np.int64]  # [2, T]
-    count: npt.NDArray[np.int64]  # [2, T]
+    length: npt.NDArray[np.int64]  # [2, T]
     tag: npt.NDArray[np.float64]  # [2, T + 1] work served / weight; of the last, that of whoever was served last
     measured: LatencyState
 
@@ -161,24 +161,24 @@ def make_place(queue: QueueState, request: int, now_ns: int) -> bool:
     victim = -1
     longest = 0.0
     for t in range(queue.weight.size):
-        if queue.count[LINK, t] == 0:
+        if queue.length[LINK, t] == 0:
             continue
-        length = (queue.count[LINK, t] + queue.count[READY, t]) / queue.weight[t]
+        wait = (queue.length[LINK, t] + queue.length[READY, t]) / queue.weight[t]
         if (
             victim < 0
             or queue.priority[t] < queue.priority[victim]
-            or (queue.priority[t] == queue.priority[victim] and length > longest)
+            or (queue.priority[t] == queue.priority[victim] and wait > longest)
         ):
             victim = t
-            longest = length
+            longest = wait
     if victim < 0 or victim == own or queue.priority[victim] > queue.priority[own]:
         return False
-    mine = (queue.count[LINK, own] + queue.count[READY, own]) / queue.weight[own]
+    mine = (queue.length[LINK, own] + queue.length[READY, own]) / queue.weight[own]
     if queue.priority[victim] == queue.priority[own] and longest <= mine:
         return False
     places = queue.free.size
-    queue.count[LINK, victim] -= 1
-    at = queue.ring[LINK, victim, (queue.head[LINK, victim] + queue.count[LINK, victim]) % places]
+    queue.length[LINK, victim] -= 1
+    at = queue.ring[LINK, victim, (queue.head[LINK, victim] + queue.length[LINK, victim]) % places]
     queue.sums[LINK_WORK] -= queue.link_ns[at]
     queue.sums[COMPUTE_WORK] -= queue.work_ns[at]
     latency.shed(queue.measured, queue.request[at])
@@ -260,7 +260,7 @@ def _batch_start(queue: QueueState) -> int:
         return FOREVER_NS
     first = np.int64(FOREVER_NS)
     for t in range(queue.weight.size):
-        if queue.count[READY, t] > 0:
+        if queue.length[READY, t] > 0:
             first = min(first, queue.ready_ns[queue.ring[READY, t, queue.head[READY, t]]])
     return max(first, queue.clocks[BATCH_END])
 
@@ -296,7 +296,7 @@ def _start_link(queue: QueueState, now_ns: int) -> None:
     at = _leave(queue, LINK, t, queue.link_ns)
     busy = np.int64(queue.link_ns[at])
     queue.sums[LINK_WORK] -= queue.link_ns[at]
-    if queue.count[LINK].sum() == 0:
+    if queue.length[LINK].sum() == 0:
         queue.sums[LINK_WORK] = 0.0  # what rounding has left
     clocks[ON_LINK] = at
     clocks[LINK_END] = min(now_ns + busy, _LATEST_NS)
@@ -354,7 +354,7 @@ def _next(queue: QueueState, stage: int, now_ns: int) -> int:
     """Return the tenant whose turn it is, of those whose first request is there by `now_ns`; -1: nobody's."""
     best = -1
     for t in range(queue.weight.size):
-        if queue.count[stage, t] == 0:
+        if queue.length[stage, t] == 0:
             continue
         if stage == READY and queue.ready_ns[queue.ring[stage, t, queue.head[stage, t]]] > now_ns:
             continue
@@ -369,11 +369,11 @@ def _next(queue: QueueState, stage: int, now_ns: int) -> int:
 
 @inner
 def _enter(queue: QueueState, stage: int, t: int, at: int) -> None:
-    n = queue.count[stage, t]
+    n = queue.length[stage, t]
     if n == 0:
         queue.tag[stage, t] = max(queue.tag[stage, t], queue.tag[stage, queue.weight.size])
     queue.ring[stage, t, (queue.head[stage, t] + n) % queue.free.size] = at
-    queue.count[stage, t] = n + 1
+    queue.length[stage, t] = n + 1
 
 
 @inner
@@ -381,7 +381,7 @@ def _leave(queue: QueueState, stage: int, t: int, cost_ns: npt.NDArray[np.float6
     """Take the tenant's first request off; its cost counts as served."""
     at = queue.ring[stage, t, queue.head[stage, t]]
     queue.head[stage, t] = (queue.head[stage, t] + 1) % queue.free.size
-    queue.count[stage, t] -= 1
+    queue.length[stage, t] -= 1
     queue.tag[stage, queue.weight.size] = queue.tag[stage, t]
     queue.tag[stage, t] += cost_ns[at] / queue.weight[t]
     return at

@@ -49,6 +49,9 @@ COMMANDS: dict[str, Command] = {
     "bench live": Command(
         "measuring", "eval.bench_live:main", "replay a trace on the live engine, and check every byte"
     ),
+    "bench profiles": Command(
+        "measuring", "helm_rl.profiles.fit:main", "the hardware profiles beside published measurements"
+    ),
     "demo": Command("all of it", "eval.demo:main", "trace, training, export, evaluation and report in one go"),
 }
 

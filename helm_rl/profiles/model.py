@@ -8,7 +8,7 @@ from typing import Literal
 from helm_rl.errors import UserError
 from helm_rl.scenario import ModelSection
 
-_BYTES_PER_VALUE = 2  # bf16 keys and values
+_BYTES_PER_VALUE = 2  # bf16: weights, keys, values
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ModelProfile:
     layers: int
     d_model: int
     heads: int
-    kv_heads: int
+    kv_heads: int  # fewer than heads: grouped queries, several of which share one head of keys and values
     head_dim: int
     ffn: int  # hidden width of the SwiGLU block; 0 for HSTU, which has none
     features_per_token: int  # embedding rows read per token
@@ -27,15 +27,25 @@ class ModelProfile:
     candidates: int  # items scored per request
 
     @property
-    def flops_per_token(self) -> float:
-        """FLOPs of all matrix products of one token, attention excluded: 2 per weight."""
+    def parameters(self) -> int:
+        """Weights of the matrix products of all layers; embedding tables, norms and biases are not counted."""
         attention = self.heads * self.head_dim
         if self.architecture == "hstu":
             # One projection to U, V, Q, K and one back (Zhai et al., arXiv 2402.17152).
-            weights = self.d_model * 4 * attention + attention * self.d_model
+            per_layer = self.d_model * 4 * attention + attention * self.d_model
         else:
-            weights = self.d_model * (2 * attention + 2 * self.kv_heads * self.head_dim) + 3 * self.d_model * self.ffn
-        return 2.0 * self.layers * weights
+            per_layer = self.d_model * (2 * attention + 2 * self.kv_heads * self.head_dim) + 3 * self.d_model * self.ffn
+        return self.layers * per_layer
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of `parameters` on the device."""
+        return self.parameters * _BYTES_PER_VALUE
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of all matrix products of one token, attention excluded: 2 per weight."""
+        return 2.0 * self.parameters
 
     @property
     def flops_per_pair(self) -> float:
@@ -48,14 +58,16 @@ class ModelProfile:
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES_PER_VALUE
 
 
-_DECODER_02B = ModelProfile("decoder", 16, 1024, 16, 4, 64, 2816, 32, 512, 256)
-
 MODELS: dict[str, ModelProfile] = {
-    "decoder-0.2b": _DECODER_02B,
-    # NVIDIA recsys-examples' HSTU benchmark: 8 layers x 4 heads x 256.
-    "hstu-8": ModelProfile("hstu", 8, 1024, 4, 4, 256, 0, 32, 512, 256),
+    "decoder-0.2b": ModelProfile("decoder", 16, 1024, 16, 4, 64, 2816, 32, 512, 256),
+    # The layers of Qwen2-1.5B (arXiv 2407.10671): 12 heads of queries on 2 of keys and values.
+    "decoder-1.5b": ModelProfile("decoder", 28, 1536, 12, 2, 128, 8960, 32, 512, 256),
+    # The KuaiRand configuration of NVIDIA recsys-examples: 3 layers x 4 heads x 128.
+    "hstu-3": ModelProfile("hstu", 3, 512, 4, 4, 128, 0, 32, 512, 256),
     # MLPerf DLRMv3's HSTU: 5 layers x 4 heads x 128.
     "hstu-5": ModelProfile("hstu", 5, 512, 4, 4, 128, 0, 32, 512, 256),
+    # The inference benchmark of NVIDIA recsys-examples: 8 layers x 4 heads x 256.
+    "hstu-8": ModelProfile("hstu", 8, 1024, 4, 4, 256, 0, 32, 512, 256),
 }
 
 

@@ -79,9 +79,7 @@ def main(args: Args) -> None:
     if args.measure_cpu:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             figures |= measure_cpu(progress)
-    out = Console(
-        width=None if sys.stdout.isatty() else 118, highlight=False, markup=False, emoji=False, soft_wrap=False
-    )
+    out = Console(width=None if sys.stdout.isatty() else 118, highlight=False, markup=False, emoji=False)
     out.print(_point_table())
     out.print(_profile_table())
     for name, profile in HARDWARE.items():
@@ -281,12 +279,13 @@ def _point_table() -> Table:
 
 def _profile_table() -> Table:
     table = Table(title="Profiles; *: extrapolated", title_justify="left")
-    fields = ("peak_tflop_s", *DIGITS, "request_ms", "hbm_gib")
-    for column in ("hardware", *fields):
-        table.add_column(column)
-    for name, profile in HARDWARE.items():
-        marks = ["*" if field in profile.extrapolated else "" for field in fields]
-        table.add_row(name, *(f"{getattr(profile, field):g}{mark}" for field, mark in zip(fields, marks, strict=True)))
+    table.add_column("")
+    for name in HARDWARE:
+        table.add_column(name, justify="right")
+    for field in ("peak_tflop_s", *DIGITS, "request_ms", "hbm_gib"):
+        marks = ["*" if field in profile.extrapolated else "" for profile in HARDWARE.values()]
+        values = [f"{getattr(profile, field):g}" for profile in HARDWARE.values()]
+        table.add_row(field, *(value + mark for value, mark in zip(values, marks, strict=True)))
     return table
 
 

@@ -118,7 +118,7 @@ HARDWARE: dict[str, HardwareProfile] = {
         onboard_ms=0.0,
         hbm_gib=23.5,
         source="measured, not published: `helm-rl bench profiles --measure-cpu` on 2 cores of an AMD EPYC (Zen 3), "
-        "NumPy in float32, the fastest of several runs on a machine shared with others, which gave down to a quarter",
+        "NumPy in float32, the fastest of nine runs; other work on the machine held the others to .2 to .5 of its peak",
         extrapolated=("batch_ms", "request_ms", "onboard_ms"),
     ),
     "h100": _H100,

@@ -49,6 +49,9 @@ COMMANDS: dict[str, Command] = {
     "bench live": Command(
         "measuring", "eval.bench_live:main", "replay a trace on the live engine, and check every byte"
     ),
+    "bench model": Command(
+        "measuring", "eval.bench_model:main", "the serving model against theory, replays by others and no sampling"
+    ),
     "bench profiles": Command(
         "measuring", "helm_rl.profiles.fit:main", "the hardware profiles beside published measurements"
     ),

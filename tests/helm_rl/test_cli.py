@@ -117,6 +117,7 @@ def test_the_commands_of_this_release() -> None:
         "bench engine",
         "bench env",
         "bench live",
+        "bench model",
         "bench profiles",
         "demo",
     }

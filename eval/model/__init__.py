@@ -1,0 +1,1 @@
+"""What `helm-rl bench model` measures, one file per check."""

@@ -154,11 +154,14 @@ def _migrate(node: Node, tick: int) -> None:
         )
     else:
         freed = embedding.release_pages(emb, pool, budget, tick, _DRAIN_LIMIT_NS)
+    if freed > 0 and node.clocks[REFILL_FROM] != NONE:
+        _stop_refill(node, tick)
     if node.host.onto.size > 0:
         kv_host.make_surplus_idle(node.kv, node.host, pool, budget - freed)
     kv.release_pages(node.kv, pool, budget - freed)
     granted = embedding.accept_pages(emb, pool, budget)
-    if granted > 0 and node.queue.params[queues.BACKGROUND_SHARE] > 0.0 and node.rows.content[0] != ITEMS:
+    refills = node.queue.params[queues.BACKGROUND_SHARE] > 0.0 and node.rows.content[0] != ITEMS
+    if granted > 0 and refills and node.clocks[REFILL_FROM] == NONE:
         node.clocks[REFILL_FROM] = 0
     granted += kv.accept_pages(node.kv, pool, budget - granted)
     window[MOVED] += granted
@@ -166,21 +169,20 @@ def _migrate(node: Node, tick: int) -> None:
 
 @inner
 def _refill(node: Node, tick: int) -> None:
-    """Admit the rows that came in the background since the last tick, and ask for as many as there is room for.
+    """Admit the rows that came in the background since the last tick, and ask for more while there is room.
 
     They are the most popular rows of the law that are not cached. What the catalogue's popularity is, a server knows
     from its logs; of hot sets it knows nothing, and of items (content ITEMS) nothing is refilled.
     """
     clocks, window, queue, emb = node.clocks, node.window, node.queue, node.emb
     row_ns = node.params[ROW_NS] / node.rows.rate[0]  # of the link, per sampled row
-    window[REFILL_NS] += queue.sums[queues.BACKGROUND_DONE]
-    window[REFILLED] += queue.sums[queues.BACKGROUND_DONE] / node.params[ROW_NS] * node.params[ROW_BYTES]
-    queue.sums[queues.BACKGROUND_DONE] = 0.0
+    _take_refilled(node)
     strata = np.int64(node.rows.edges[node.rows.edges.size - 1])
-    room = embedding.unfilled_slots(emb, 1)
+    room = embedding.unfilled_slots(emb, 1) > 0
+    short = False  # the next row that is not cached has not come
     for _ in range(_REFILL_SCAN):
         first = clocks[REFILL_FROM]
-        if first >= strata or window[REFILL_NS] < row_ns or room == 0:
+        if first >= strata or short or not room:
             break
         n = min(np.int64(REFILL_ROWS), strata - first)
         for j in range(n):
@@ -188,19 +190,37 @@ def _refill(node: Node, tick: int) -> None:
         embedding.contains(emb, node.tables, node.keys, n, node.found)
         for j in range(n):
             if not node.found[j]:
-                if window[REFILL_NS] < row_ns or room == 0:
+                short = window[REFILL_NS] < row_ns
+                if short or not room:
                     break
                 window[REFILL_NS] -= row_ns
                 node.keys[0] = first + j
                 embedding.lookup(emb, node.pool, node.scratch, node.tables, node.keys, 1)
-                room = embedding.unfilled_slots(emb, 1)
+                room = embedding.unfilled_slots(emb, 1) > 0
             clocks[REFILL_FROM] = first + j + 1
-    if room == 0 or clocks[REFILL_FROM] >= strata:
-        clocks[REFILL_FROM] = NONE
-        window[REFILL_NS] = 0.0
-        queues.ask_background(queue, 0.0, tick)
-    elif queue.sums[queues.BACKGROUND] <= 0.0:
-        queues.ask_background(queue, max(row_ns, queue.params[queues.PIECE_NS]), tick)
+    if not room or clocks[REFILL_FROM] >= strata:
+        _stop_refill(node, tick)
+    elif short:
+        share_ns = queue.params[queues.BACKGROUND_SHARE] * node.params[TICK_NS]
+        queues.ask_background(queue, max(row_ns - window[REFILL_NS], queue.params[queues.PIECE_NS], share_ns), tick)
+
+
+@inner
+def _take_refilled(node: Node) -> None:
+    """Count what came in the background."""
+    window, sums = node.window, node.queue.sums
+    window[REFILL_NS] += sums[queues.BACKGROUND_DONE]
+    window[REFILLED] += sums[queues.BACKGROUND_DONE] / node.params[ROW_NS] * node.params[ROW_BYTES]
+    sums[queues.BACKGROUND_DONE] = 0.0
+
+
+@inner
+def _stop_refill(node: Node, tick: int) -> None:
+    """Ask for no more rows in the background; those that came and found no room are lost."""
+    _take_refilled(node)
+    node.clocks[REFILL_FROM] = NONE
+    node.window[REFILL_NS] = 0.0
+    queues.ask_background(node.queue, 0.0, tick)
 
 
 @kernel
@@ -277,8 +297,12 @@ def _find_history(node: Node, i: int) -> tuple[int, float, int]:
         hot_fraction = node.rows.hot_fraction[requests.phase[i]]
         fetch_rate = (1.0 - hot_fraction) * node.rows.tail_share[0] * node.fetch_rate[TAIL]
         fetch_rate += hot_fraction * node.fetch_rate[hot]
-        fetch_ns = float(beyond) * params[ROWS_PER_TOKEN] * fetch_rate * params[ROW_NS]
-        if onboard_ns >= compute_ns + fetch_ns:
+        token_ns = params[ROWS_PER_TOKEN] * fetch_rate * params[ROW_NS]
+        # Rows that are fetched either way hide what comes over PCIe meanwhile.
+        hidden_ns = 0.0
+        if params[PCIE_IS_LINK] == 0.0:
+            hidden_ns = (float(history - prefix - beyond) + params[CANDIDATES]) * token_ns
+        if onboard_ns >= hidden_ns + float(beyond) * token_ns + compute_ns:
             return prefix, 0.0, 0
     came = 0
     while True:

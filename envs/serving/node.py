@@ -366,7 +366,8 @@ class NodeSim:
         node, emb = self.state, self.state.emb
         own = [node.clocks, node.window, node.miss_rate, node.seen, node.fetch_rate]
         rows = [emb.word, emb.row, emb.queue, emb.spot, emb.fill, emb.fresh, emb.scalars, emb.counters]
-        queue: list[npt.NDArray[Any]] = [array for array in node.queue if isinstance(array, np.ndarray)]
+        kept = ("arrival_ns", "measured")  # the trace's, and below
+        queue = [array for name, array in node.queue._asdict().items() if name not in kept]
         measured = [node.queue.measured.latency_ms, node.queue.measured.window, node.queue.measured.sketch]
         return [*own, *rows, *queue, *measured, *node.pool, *node.kv, *node.host, *node.emb_ghost, *node.kv_ghost]
 
@@ -438,5 +439,5 @@ def _slope(hits: npt.NDArray[np.float64], share: float) -> float:
 
 def plain(trace: Trace) -> Trace:
     """Return the trace with contiguous, writeable columns: any other is another type to numba, which compiles anew."""
-    names = ("arrival_ns", "user", "phase", "history_tokens", "new_tokens", "item_offsets", "item_values")
+    names = ("arrival_ns", "user", "tenant", "phase", "history_tokens", "new_tokens", "item_offsets", "item_values")
     return replace(trace, **{name: np.require(getattr(trace, name), requirements=["C", "W"]) for name in names})

@@ -8,8 +8,8 @@ are there.
 Tenants wait in queues of their own, at the link as at the accelerator. Those of the highest priority are served first,
 and among these in the proportion of their weights: the tenant with the least work served so far, divided by its weight,
 is next; one that comes back after a pause starts level with the others (start-time fair queueing: Goyal, Vin and Cheng,
-SIGCOMM 1996). When all places are taken, the newest request of the lowest priority, among them of the tenant who waits
-for the most for his weight, gives way.
+SIGCOMM 1996). When all places are taken, a request of the lowest priority, among them of the tenant who waits for the
+most for his weight (the one that comes included), gives way: his newest at the link, else his last to be ready.
 
 Work in the background uses the link in pieces while nobody waits for it, so a request waits for one piece at most, and
 no more than a share of all time.
@@ -57,7 +57,8 @@ LATENCY_NS = 5  # of all that have gone, from arrival, without REQUEST_NS
 ELSEWHERE_NS = 6  # of it, what passed before a request was admitted here
 LINK_BUSY = 7  # ns, foreground; reset by the reader
 COMPUTE_BUSY = 8  # ns; reset by the reader
-N_SUMS = 9
+PIECE_WORK = 9  # ns of the piece that is on the link
+N_SUMS = 10
 
 LINK, READY = 0, 1  # where requests wait
 IDLE, PIECE = -1, -2  # on the link: nothing, background work
@@ -83,10 +84,11 @@ class QueueState(NamedTuple):
     ready_ns: npt.NDArray[np.int64]  # [Q] when what it needs from PCIe is there; past the link, when all is
     free: npt.NDArray[np.int32]  # [Q] stack of places without a request
     batch: npt.NDArray[np.int32]  # [max_batch] places
-    ring: npt.NDArray[np.int32]  # [2, T, Q] places that wait, in order of arrival
+    ring: npt.NDArray[np.int32]  # [2, T, Q] places that wait: in order of arrival, past the link of ready_ns
     head: npt.NDArray[np.int64]  # [2, T]
     length: npt.NDArray[np.int64]  # [2, T]
-    tag: npt.NDArray[np.float64]  # [2, T + 1] work served / weight; of the last, that of whoever was served last
+    tag: npt.NDArray[np.float64]  # [2, T] work served / weight
+    started: npt.NDArray[np.float64]  # [2, T] the tag with which the tenant was served last
     measured: LatencyState
 
 
@@ -121,7 +123,8 @@ def new_queue_state(
         np.zeros((2, tenants, places), np.int32),
         np.zeros((2, tenants), np.int64),
         np.zeros((2, tenants), np.int64),
-        np.zeros((2, tenants + 1)),
+        np.zeros((2, tenants)),
+        np.zeros((2, tenants)),
         measured,
     )
 
@@ -161,9 +164,10 @@ def make_place(queue: QueueState, request: int, now_ns: int) -> bool:
     victim = -1
     longest = 0.0
     for t in range(queue.weight.size):
-        if queue.length[LINK, t] == 0:
+        n = queue.length[LINK, t] + queue.length[READY, t]
+        if n == 0:
             continue
-        wait = (queue.length[LINK, t] + queue.length[READY, t]) / queue.weight[t]
+        wait = n / queue.weight[t]
         if (
             victim < 0
             or queue.priority[t] < queue.priority[victim]
@@ -173,13 +177,15 @@ def make_place(queue: QueueState, request: int, now_ns: int) -> bool:
             longest = wait
     if victim < 0 or victim == own or queue.priority[victim] > queue.priority[own]:
         return False
-    mine = (queue.length[LINK, own] + queue.length[READY, own]) / queue.weight[own]
+    mine = (queue.length[LINK, own] + queue.length[READY, own] + 1) / queue.weight[own]
     if queue.priority[victim] == queue.priority[own] and longest <= mine:
         return False
     places = queue.free.size
-    queue.length[LINK, victim] -= 1
-    at = queue.ring[LINK, victim, (queue.head[LINK, victim] + queue.length[LINK, victim]) % places]
-    queue.sums[LINK_WORK] -= queue.link_ns[at]
+    stage = LINK if queue.length[LINK, victim] > 0 else READY
+    queue.length[stage, victim] -= 1
+    at = queue.ring[stage, victim, (queue.head[stage, victim] + queue.length[stage, victim]) % places]
+    if stage == LINK:
+        queue.sums[LINK_WORK] -= queue.link_ns[at]
     queue.sums[COMPUTE_WORK] -= queue.work_ns[at]
     latency.shed(queue.measured, queue.request[at])
     _go(queue, at, now_ns)
@@ -278,7 +284,7 @@ def _start_piece(queue: QueueState, start_ns: int) -> None:
     clocks, sums = queue.clocks, queue.sums
     length = min(sums[BACKGROUND], queue.params[PIECE_NS], _LONGEST_NS)
     sums[BACKGROUND] -= length
-    sums[BACKGROUND_DONE] += length
+    sums[PIECE_WORK] = length
     clocks[ON_LINK] = PIECE
     clocks[LINK_END] = min(start_ns + np.int64(length), _LATEST_NS)
     clocks[BACKGROUND_NEXT] = min(
@@ -308,7 +314,9 @@ def _end_link(queue: QueueState) -> None:
     clocks = queue.clocks
     at = clocks[ON_LINK]
     clocks[ON_LINK] = IDLE
-    if at != PIECE:
+    if at == PIECE:
+        queue.sums[BACKGROUND_DONE] += queue.sums[PIECE_WORK]
+    else:
         queue.ready_ns[at] = max(queue.ready_ns[at], clocks[LINK_END])
         _enter(queue, READY, queue.measured.tenant[queue.request[at]], at)
     _start_link(queue, clocks[LINK_END])
@@ -371,8 +379,15 @@ def _next(queue: QueueState, stage: int, now_ns: int) -> int:
 def _enter(queue: QueueState, stage: int, t: int, at: int) -> None:
     n = queue.length[stage, t]
     if n == 0:
-        queue.tag[stage, t] = max(queue.tag[stage, t], queue.tag[stage, queue.weight.size])
-    queue.ring[stage, t, (queue.head[stage, t] + n) % queue.free.size] = at
+        for other in range(queue.weight.size):
+            if queue.priority[other] == queue.priority[t]:
+                queue.tag[stage, t] = max(queue.tag[stage, t], queue.started[stage, other])
+    ring, head, places = queue.ring[stage, t], queue.head[stage, t], queue.free.size
+    k = n
+    while stage == READY and k > 0 and queue.ready_ns[ring[(head + k - 1) % places]] > queue.ready_ns[at]:
+        ring[(head + k) % places] = ring[(head + k - 1) % places]  # it still waits for PCIe
+        k -= 1
+    ring[(head + k) % places] = at
     queue.length[stage, t] = n + 1
 
 
@@ -382,7 +397,7 @@ def _leave(queue: QueueState, stage: int, t: int, cost_ns: npt.NDArray[np.float6
     at = queue.ring[stage, t, queue.head[stage, t]]
     queue.head[stage, t] = (queue.head[stage, t] + 1) % queue.free.size
     queue.length[stage, t] -= 1
-    queue.tag[stage, queue.weight.size] = queue.tag[stage, t]
+    queue.started[stage, t] = queue.tag[stage, t]
     queue.tag[stage, t] += cost_ns[at] / queue.weight[t]
     return at
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -18,6 +18,7 @@ from eval.comparison import (
     check_draws,
     compare,
 )
+from eval.reference import FULL
 from eval.sweep import STEP, ReplayFunction, alpha_grid, working
 from helm_rl.checkpoint import POLICY_FILE
 from helm_rl.control.base import BasePolicy
@@ -48,6 +49,9 @@ class EvalArgs:
     """Number of the first draw; none of them is ever trained on."""
     step: float = STEP
     """Spacing of the alphas replayed around each minimum; larger is faster and coarser."""
+    reference: Literal["quick", "full"] = "quick"
+    """What regret and headroom are held against: the best of the statics and the per-segment optimum, or (full) of
+    these and a schedule found offline, which takes about three times as long in all."""
     jobs: int = 2
     """Replays at a time; one core each."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -83,7 +87,14 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
 
     with working(args.jobs, replay) as work:
         comparison = compare(
-            scenario, work, seeds=seeds, first_seed=args.seed, trace=trace, policies=policies, step=args.step
+            scenario,
+            work,
+            seeds=seeds,
+            first_seed=args.seed,
+            trace=trace,
+            policies=policies,
+            step=args.step,
+            effort=FULL if args.reference == "full" else None,
         )
     if args.report is not None:
         from eval.report import write_report

@@ -2,7 +2,8 @@
 that follow.
 
 Per seed: the arrivals are drawn once, every static is replayed on them, then the optimum of each segment as a
-schedule, then the policies. What is quoted over seeds is the interquartile mean with a bootstrap interval.
+schedule, the reference is sought if asked for, then come the policies. What is quoted over seeds is the interquartile
+mean with a bootstrap interval.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from eval.reference import SEGMENTS, Effort, Reference, best_known, reference, segment_optimum
 from eval.segments import LEAST_SEGMENT_REQUESTS, Gap, Run, gap
 from eval.statistics import Floats, bootstrap_interval, interquartile_mean, standard_error
 from eval.sweep import STEP, Curve, Sweep, Work, pooled_curve, sweep_adaptively
 from helm_rl.control.protocol import Controller
-from helm_rl.control.schedule import ScheduledAlpha
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure
 from helm_rl.metrics import SHED_FACTOR
@@ -42,10 +43,8 @@ POLICY = "policy"
 HALF = "half_static"
 DEPLOYABLE = "deployable_static"
 HINDSIGHT = "hindsight_static"
-OPTIMUM = "segment_optimum"
-
-REFERENCE = "the best of every static and the per-segment optimum, replayed"
-"""What regret and headroom are measured against, until the full reference schedule is built."""
+OPTIMUM = SEGMENTS
+REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,9 @@ class Estimate:
 class SeedResult:
     """Everything replayed on one draw of arrivals.
 
-    runs: by controller key; alphas: the fixed alpha of those that have one; reference_key, reference_p99_ms:
-    the best of every static and the per-segment optimum (a static is named static_<alpha>); rechecked: keys of
-    controllers that beat the reference and gave the same P99 when replayed again.
+    runs: by controller key; alphas: the fixed alpha of those that have one; reference: the best schedule known, found
+    by a search or the best of every static and the per-segment optimum; rechecked: keys of controllers that beat the
+    reference and gave the same P99 when replayed again.
     """
 
     seed: int | None
@@ -119,8 +118,7 @@ class SeedResult:
     sweep: Sweep
     runs: dict[str, Run]
     alphas: dict[str, float]
-    reference_key: str
-    reference_p99_ms: float
+    reference: Reference
     rechecked: tuple[str, ...]
 
     def gaps(self, key: str, half: Literal["transition", "settled"], span: int | None = None) -> Gap:
@@ -152,15 +150,17 @@ class SeedResult:
             case "flat_gap_transition":
                 return self.gaps(key, "transition").flat
             case "regret":
-                return run.p99_ms / self.reference_p99_ms - 1.0
+                return run.p99_ms / self.reference.p99_ms - 1.0
             case _:
                 raise KeyError(metric)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The whole evaluation. rows: those of the table, in order; deployable_basis: how that static's alpha was
-    chosen.
+    """The whole evaluation.
+
+    rows: those of the table, in order; deployable_basis: how that static's alpha was chosen; effort: of the search for
+    the reference, None where it is the best of every static and the per-segment optimum.
     """
 
     scenario: Scenario
@@ -171,6 +171,7 @@ class Comparison:
     deployable_basis: str
     steady: Curve | None
     step: float
+    effort: Effort | None = None
     notes: tuple[str, ...] = field(default=())
 
     def estimate(self, key: str, metric: str) -> Estimate:
@@ -183,7 +184,7 @@ class Comparison:
 
     def headroom(self) -> tuple[float, float]:
         """Mean of 1 - P99(reference) / P99(hindsight static), and its standard error (NaN with one seed)."""
-        rooms = [1.0 - result.reference_p99_ms / result.runs[HINDSIGHT].p99_ms for result in self.results]
+        rooms = [1.0 - result.reference.p99_ms / result.runs[HINDSIGHT].p99_ms for result in self.results]
         return float(np.mean(rooms)), standard_error(rooms)
 
     def best_alphas(self) -> Floats:
@@ -242,6 +243,7 @@ def compare(
     trace: Trace | None = None,
     policies: Sequence[Contestant] = (),
     step: float = STEP,
+    effort: Effort | None = None,
 ) -> Comparison:
     """Evaluate `policies` beside the statics and the per-segment optimum.
 
@@ -251,10 +253,12 @@ def compare(
         seeds, first_seed: draws of arrivals, and the number of the first; a recorded trace is one draw.
         trace: recorded arrivals in place of generated ones.
         step: spacing of alpha around a minimum.
+        effort: how finely the reference is sought; None: it is the best of every static and the per-segment optimum.
 
     Raises:
         UserError: No seed, a trace or a segment with too few requests, a step out of range.
-        RuntimeError: A controller that beat the reference did not do so again in a second replay.
+        RuntimeError: A controller that beat the reference did not do so again in a second replay, or the reference
+            did not do in a replay what it did in the search.
     """
     check_draws(first_seed, seeds)
     if trace is not None and seeds != 1:
@@ -269,7 +273,7 @@ def compare(
                 "on; give load.rate some requests per second"
             )
         draws = [(SEEDS_FROM + first_seed + index, None) for index in range(seeds)]
-        steady, deployable = _steady_optimum(scenario, work, min(seeds, 2), first_seed, step)
+        steady, deployable = steady_optimum(scenario, work, min(seeds, 2), first_seed, step)
         basis = f"least P99 on the Steady load ({scenario.load.rate:g} requests/s, no phases), other arrivals"
         pattern = scenario.name
     else:
@@ -289,8 +293,8 @@ def compare(
         if trace is not None:
             deployable = swept.opening.best
         work.describe(f"arrivals {index + 1} of {len(draws)}: controllers")
-        rows = (*policies, *_fixed_rows(half, deployable))
-        results.append(_controllers(scenario, arrivals, work, seed, swept, half, deployable, policies))
+        rows = (*policies, *_fixed_rows(half, deployable, effort))
+        results.append(_controllers(scenario, arrivals, work, seed, swept, half, deployable, policies, effort))
         if swept.part.sparse and trace is None:
             raise UserError(
                 f"scenario {scenario.name}: {swept.part.sparse} of its segments hold too few requests for a "
@@ -309,7 +313,7 @@ def compare(
     if beaten:
         titles = " and ".join(row.title for row in rows if row.key in beaten)
         notes.append(f"the {titles} beat the reference on some arrivals; a second replay gave the same P99")
-    return Comparison(scenario, pattern, rows, tuple(results), deployable, basis, steady, step, tuple(notes))
+    return Comparison(scenario, pattern, rows, tuple(results), deployable, basis, steady, step, effort, tuple(notes))
 
 
 def provenance(comparison: Comparison) -> dict[str, str]:
@@ -323,6 +327,7 @@ def provenance(comparison: Comparison) -> dict[str, str]:
         "requests measured": ", ".join(f"{result.requests:,}" for result in results),
         "statics replayed": ", ".join(str(len(result.sweep.runs)) for result in results),
         "step of alpha": f"{comparison.step:g}",
+        "reference": ", ".join(result.reference.winner for result in results),
         **{row.title: row.origin for row in comparison.rows if isinstance(row, Contestant) and row.origin},
         "deployable static": f"alpha {comparison.deployable:.2f}: {comparison.deployable_basis}",
     }
@@ -342,7 +347,7 @@ def _generate(scenario: Scenario, seed: int | None) -> Trace:
     return generate(scenario, seed=seed)
 
 
-def _steady_optimum(scenario: Scenario, work: Work, draws: int, first_seed: int, step: float) -> tuple[Curve, float]:
+def steady_optimum(scenario: Scenario, work: Work, draws: int, first_seed: int, step: float) -> tuple[Curve, float]:
     """Sweep the Steady load and return its curve, averaged over the draws, and the alpha at its minimum."""
     steady = steady_scenario(scenario)
     swept = []
@@ -369,8 +374,9 @@ def _overloaded(scenario: Scenario, results: Sequence[SeedResult]) -> list[str]:
     return [f"{where} every static sheds more than 1 % of the requests: alpha* means nothing there"]
 
 
-def _fixed_rows(half: float, deployable: float) -> tuple[Row, ...]:
+def _fixed_rows(half: float, deployable: float, effort: Effort | None) -> tuple[Row, ...]:
     """The rows that stand beside every policy, in the order of the table."""
+    searched = Row(REFERENCE, "reference", "the best schedule found offline, transitions included, all arrivals known")
     return (
         Row(HALF, f"static {half:.2g}", "half of the pool to each cache, or as near to it as the bounds allow"),
         Row(
@@ -388,6 +394,7 @@ def _fixed_rows(half: float, deployable: float) -> tuple[Row, ...]:
             "per-segment optimum",
             "goes to each segment's best alpha the moment it begins; replayed, its transitions included",
         ),
+        *([searched] if effort is not None else []),
     )
 
 
@@ -400,17 +407,18 @@ def _controllers(
     half: float,
     deployable: float,
     policies: Sequence[Contestant],
+    effort: Effort | None,
 ) -> SeedResult:
-    """Replay the schedule of segment optima and the policies, and put them beside the statics."""
+    """Replay the schedule of segment optima and the policies, find the reference, and put all beside the statics."""
     part = swept.part
-    stars = [curve.best for curve in swept.settled]
-    begins = np.array([span.start_ns for span in part.spans], dtype=np.int64)
-    begins[0] = min(int(begins[0]), int(trace.arrival_ns[0]))  # the first one also rules the warm-up
-    schedule = ScheduledAlpha(begins, np.array(stars))
+    schedule = segment_optimum(trace, swept)
     replay_seed = seed or 0
-    starts: list[tuple[Controller, float, int]] = [(schedule, stars[0], replay_seed)]
+    starts: list[tuple[Controller, float, int]] = [(schedule, float(schedule.alphas[0]), replay_seed)]
     starts += [(policy.make(), deployable, replay_seed) for policy in policies]
     optimum, *found = work.run(scenario, trace, part, starts)
+    best = best_known(trace, swept, optimum)
+    if effort is not None:
+        best = reference(scenario, trace, swept, optimum, work, effort)
 
     hindsight = swept.hindsight
     runs = {policy.key: run for policy, run in zip(policies, found, strict=True)}
@@ -420,14 +428,11 @@ def _controllers(
         HINDSIGHT: swept.runs[hindsight],
         OPTIMUM: optimum,
     }
-    best_static = swept.runs[hindsight].p99_ms
-    if optimum.p99_ms < best_static:
-        reference_key, reference = OPTIMUM, optimum.p99_ms
-    else:
-        reference_key, reference = f"static_{hindsight:g}", best_static
+    if effort is not None:
+        runs[REFERENCE] = best.run
 
-    # A policy that beats the optimum found offline may be a mistake in either: it is replayed again, and reported.
-    better = [policy for policy in policies if runs[policy.key].p99_ms < reference]
+    # A policy that beats what was found offline may be a mistake in either: it is replayed again, and reported.
+    better = [policy for policy in policies if runs[policy.key].p99_ms < best.p99_ms]
     again = work.run(scenario, trace, part, [(policy.make(), deployable, replay_seed) for policy in better])
     for policy, run in zip(better, again, strict=True):
         if run.p99_ms != runs[policy.key].p99_ms:
@@ -441,7 +446,6 @@ def _controllers(
         sweep=swept,
         runs=runs,
         alphas={HALF: half, DEPLOYABLE: deployable, HINDSIGHT: hindsight},
-        reference_key=reference_key,
-        reference_p99_ms=reference,
+        reference=best,
         rechecked=tuple(policy.key for policy in better),
     )

@@ -10,15 +10,22 @@ doing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from eval.segments import FlatSet, Measured, Run, measured_part, reduce_replay
 from eval.statistics import Floats
@@ -30,6 +37,9 @@ if TYPE_CHECKING:
     from envs.serving.replay import Replay
     from helm_rl.scenario import Scenario
     from helm_rl.workloads.trace import Trace
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 STEP = 0.02
 """Spacing of the alphas around a minimum."""
@@ -106,7 +116,7 @@ class Work:
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="replay")
         self._progress = progress
         self._task = progress.add_task("replays", total=None) if progress is not None else None
-        self._planned = 0
+        self._planned = 0.0
 
     def close(self) -> None:
         """Drop what has not begun and wait for what has."""
@@ -119,6 +129,30 @@ class Work:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=text)
 
+    def plan(self, replays: float) -> None:
+        """Say on the bar that so many more replays (or fewer, if negative) are to come."""
+        self._planned += replays
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, total=self._planned)
+
+    def advance(self, replays: float = 1.0) -> None:
+        """Say on the bar that so many of them are done; parts of one count as such."""
+        if self._progress is not None and self._task is not None:
+            self._progress.advance(self._task, replays)
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """Call `function` with each item, on the threads; return the results in the order of the items."""
+        return list(self._pool.map(function, items))
+
+    def measured_ms(
+        self, scenario: Scenario, trace: Trace, controller: Controller, alpha0: float, seed: int = 0
+    ) -> npt.NDArray[np.float32]:
+        """Replay here, not on the threads, and return the latencies of the measured requests in order of arrival."""
+        self.plan(1)
+        replayed = self._replay(scenario, trace, controller, alpha0=alpha0, seed=seed)
+        self.advance()
+        return replayed.latency_ms[replayed.measured]
+
     def run(
         self,
         scenario: Scenario,
@@ -127,19 +161,16 @@ class Work:
         starts: Sequence[tuple[Controller, float, int]],
     ) -> list[Run]:
         """Replay `trace` once per (controller, alpha0, seed); return the runs in that order."""
-        self._planned += len(starts)
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, total=self._planned)
+        self.plan(len(starts))
 
         def one(start: tuple[Controller, float, int]) -> Run:
             controller, alpha0, seed = start
             replayed = self._replay(scenario, trace, controller, alpha0=alpha0, seed=seed)
             run = reduce_replay(replayed, trace, part, scenario.slo_ms)
-            if self._progress is not None and self._task is not None:
-                self._progress.advance(self._task)
+            self.advance()
             return run
 
-        return list(self._pool.map(one, starts))
+        return self.map(one, starts)
 
 
 @contextmanager
@@ -153,6 +184,8 @@ def working(jobs: int, replay: ReplayFunction | None = None) -> Iterator[Work]:
         MofNCompleteColumn(),
         TextColumn("replays"),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         work = Work(jobs, progress, replay)

@@ -55,7 +55,11 @@ class ScheduledAlpha:
 
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
         """Return the alpha in force at `now_ns`."""
-        i = int(np.searchsorted(self.times_ns, now_ns, side="right")) - 1
+        return self.at(now_ns)
+
+    def at(self, time_ns: int) -> float:
+        """Return the alpha in force at a time of the trace's clock."""
+        i = int(np.searchsorted(self.times_ns, time_ns, side="right")) - 1
         return float(self.alphas[max(i, 0)])
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:

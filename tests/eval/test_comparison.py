@@ -85,7 +85,7 @@ def test_segment_optimum_reaches_every_minimum(comparison: Comparison) -> None:
     for result in comparison.results:
         assert [curve.best for curve in result.sweep.settled] == [0.6, 0.2, 0.6]
         assert result.runs[OPTIMUM].p99_ms == pytest.approx(AT_BEST, rel=1e-5)
-        assert result.reference_key == OPTIMUM
+        assert result.reference.winner == OPTIMUM
         np.testing.assert_allclose(result.runs[OPTIMUM].alpha[10:50], 0.6, atol=1e-6)
         np.testing.assert_allclose(result.runs[OPTIMUM].alpha[50:90], 0.2, atol=1e-6)
 
@@ -168,7 +168,7 @@ def test_a_policy_that_beats_the_reference_is_replayed_again_and_reported() -> N
     fake = Punishing()
     found = run(fake, seeds=1, policies=[policy])
     result = found.results[0]
-    assert result.reference_key == f"static_{result.alphas[HINDSIGHT]:g}"
+    assert result.reference.winner == f"static_{result.alphas[HINDSIGHT]:g}"
     assert result.runs[OPTIMUM].p99_ms > result.runs[HINDSIGHT].p99_ms  # printed as it is
     assert found.estimate(POLICY, "regret").value < 0
     assert result.rechecked == (POLICY,)

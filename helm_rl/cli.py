@@ -50,7 +50,7 @@ COMMANDS: dict[str, Command] = {
         "measuring", "eval.bench_live:main", "replay a trace on the live engine, and check every byte"
     ),
     "bench model": Command(
-        "measuring", "eval.bench_model:main", "the serving model against theory, replays by others and no sampling"
+        "measuring", "eval.bench_model:main", "the serving model against theory and an unsampled run"
     ),
     "bench profiles": Command(
         "measuring", "helm_rl.profiles.fit:main", "the hardware profiles beside published measurements"

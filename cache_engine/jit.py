@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import numba
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.dispatcher import Dispatcher
 from numba.cpython.unsafe import numbers
 from numba.extending import intrinsic
 
@@ -50,8 +51,10 @@ def _compile(function: F, **options: bool) -> F:
         # Nowhere to write: a read-only installation, no home. Each process compiles for itself then.
         return cast(F, dispatcher)
     # numba's disk cache notices an edit of the file that holds a function, but not of a file that holds something it
-    # calls, and would run stale code. So its stamp is a digest of all of `cache_engine` and the function's own folder.
-    dispatcher._cache._cache_file._source_stamp = _digest(Path(function.__code__.co_filename).parent)
+    # calls, and would run stale code. So its stamp is a digest of all of `cache_engine`, of the function's own folder,
+    # and of the files of kernels that its module has imported by name from elsewhere.
+    imported = {_file_of(value.py_func) for value in function.__globals__.values() if isinstance(value, Dispatcher)}
+    dispatcher._cache._cache_file._source_stamp = _digest(frozenset({_file_of(function).parent, *imported}))
     # What numba lets pass here on Windows alone.
     dispatcher._cache._guard_against_spurious_io_errors = functools.partial(_forget_damaged, dispatcher._cache)
     return cast(F, dispatcher)
@@ -70,12 +73,19 @@ def _forget_damaged(cache: Any) -> Iterator[None]:
             cache.flush()
 
 
+def _file_of(function: Callable[..., Any]) -> Path:
+    return Path(function.__code__.co_filename)
+
+
 @functools.cache
-def _digest(folder: Path) -> str:
+def _digest(places: frozenset[Path]) -> str:
+    """Return a digest of the sources of the engine and of `places`, files and folders."""
+    paths: set[Path] = set()
+    for place in {_ENGINE, *places}:
+        paths.update(place.rglob("*.py") if place.is_dir() else [place])
     digest = hashlib.sha256()
-    for root in sorted({_ENGINE, folder}):
-        for path in sorted(root.rglob("*.py")):
-            digest.update(path.read_bytes())
+    for path in sorted(paths):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

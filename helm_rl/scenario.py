@@ -97,6 +97,16 @@ class HardwareSection(_Section):
         return self
 
 
+def node_kinds(hardware: HardwareSection) -> list[HardwareSection]:
+    """Return what each kind of node is, as a section of one node without groups: the groups' first, then the rest."""
+    plain = hardware.model_copy(update={"nodes": 1, "group": ()})
+    kinds = [
+        plain.model_copy(update=group.model_dump(exclude_none=True, exclude={"nodes"})) for group in hardware.group
+    ]
+    rest = hardware.nodes - sum(group.nodes for group in hardware.group)
+    return kinds + [plain] * (rest > 0)
+
+
 class ControlSection(_Section):
     """How alpha, the embedding cache's share of the pool, may be moved."""
 
@@ -307,12 +317,13 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
 
 def _resolve_profiles(path: Path, text: str, scenario: Scenario) -> None:
     """Raise UserError unless the profiles exist and the model can be, here, where file and line are known."""
-    from helm_rl.profiles.hardware import resolve_hardware  # these import this module
+    from helm_rl.profiles.hardware import check_fits, resolve_hardware  # these import this module
     from helm_rl.profiles.model import resolve_model
 
     try:
-        resolve_model(scenario.model)
-        resolve_hardware(scenario.hardware)
+        model = resolve_model(scenario.model)
+        for section in node_kinds(scenario.hardware):
+            check_fits(model, resolve_hardware(section), section)
     except UserError as error:  # its first word is the field
         line = _line_of(text, str(error).split(" ", 1)[0].split("."))
         raise UserError(f"{path}, line {line}: {error}" if line else f"{path}: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from cache_engine.backends.cpu import embedding, ghost, kv, kv_host, pool
 from envs.serving import latency, loop, packed, queues
-from envs.serving.rows import RowModel, build_rows
+from envs.serving.rows import ITEMS, RowModel, build_rows
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from helm_rl.profiles.hardware import link_gb_s, pcie_gb_s, resolve_hardware
@@ -73,6 +74,16 @@ class ServedTrace:
             trace.arrival_ns, trace.user, trace.phase, trace.history_tokens, trace.new_tokens, returning(trace)
         )
         self._rows: dict[tuple[Any, ...], RowModel] = {}
+
+    @functools.cached_property
+    def previous(self) -> npt.NDArray[np.int64]:
+        """The number of the user's request before each, [n]; -1: it is his first."""
+        user = self.requests.user
+        order = np.argsort(user, kind="stable")
+        previous = np.full(user.size, -1, np.int64)
+        same = user[order][1:] == user[order][:-1]
+        previous[order[1:][same]] = order[:-1][same]
+        return previous
 
     def rows(self, scenario: Scenario, model: ModelProfile, page_tokens: int, rate: float, head: int) -> RowModel:
         """Return the rows of the trace sampled at `rate`; nodes that ask for the same get the same."""
@@ -194,10 +205,10 @@ class NodeSim:
         self._ghost_rate = min(1.0, 8192.0 / (self.pages * sampled_rows))
         self.reset(alpha, start_ns)
 
-    def reset(self, alpha: float, start_ns: int | None = None) -> None:
+    def reset(self, alpha: float, start_ns: int | None = None, empty: bool = False) -> None:
         """Start anew with `alpha` applied, at the first request or at `start_ns` of the trace's clock.
 
-        `alpha` is clipped to the scenario's bounds; NaN is refused with ValueError.
+        `alpha` is clipped to the scenario's bounds; NaN is refused with ValueError. empty: with no rows cached.
         """
         pages, trace, scenario = self.pages, self.trace, self.scenario
         requests = self._served.requests
@@ -250,8 +261,12 @@ class NodeSim:
         self._ghost_requests = 0.0
         embedding.accept_pages(self.state.emb, own_pool, pages)
         kv.accept_pages(self.state.kv, own_pool, pages)
-        if self._rows.state.content[0] != 1:
+        if self._rows.state.content[0] == ITEMS:
+            return
+        if not empty:
             self._fill()
+        elif self.hardware.refill_share > 0:
+            clocks[loop.REFILL_FROM] = 0
 
     def _fill(self) -> None:
         """Fill the embedding cache with the most popular rows, the most popular last."""
@@ -367,8 +382,12 @@ class NodeSim:
         own = [node.clocks, node.window, node.miss_rate, node.seen, node.fetch_rate]
         rows = [emb.word, emb.row, emb.queue, emb.spot, emb.fill, emb.fresh, emb.scalars, emb.counters]
         kept = ("arrival_ns", "measured")  # the trace's, and below
-        queue = [array for name, array in node.queue._asdict().items() if name not in kept]
-        measured = [node.queue.measured.latency_ms, node.queue.measured.window, node.queue.measured.sketch]
+        queue: list[npt.NDArray[Any]] = [array for name, array in node.queue._asdict().items() if name not in kept]
+        measured: list[npt.NDArray[Any]] = [
+            node.queue.measured.latency_ms,
+            node.queue.measured.window,
+            node.queue.measured.sketch,
+        ]
         return [*own, *rows, *queue, *measured, *node.pool, *node.kv, *node.host, *node.emb_ghost, *node.kv_ghost]
 
     def drain(self) -> None:

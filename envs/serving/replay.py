@@ -1,7 +1,8 @@
-"""One trace served under one controller, from start to end: what every evaluation is made of."""
+"""One trace served under control, on a node or a cluster, from start to end: what every evaluation is made of."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from envs.serving.cluster import ClusterSim, ClusterWindow
 from envs.serving.node import NodeSim
 from helm_rl.control.protocol import Controller
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import ObservationBuilder
 from helm_rl.scenario import Scenario
+from helm_rl.telemetry import Telemetry
 from helm_rl.workloads.trace import Trace
 
 
@@ -27,6 +30,19 @@ class Replay:
     alpha: npt.NDArray[np.float32]  # [k] applied at the end of each
     target: npt.NDArray[np.float32]  # [k] in force during each
     windows: list[WindowStats]  # [k]
+    decide_us: float  # median time of a decision, observation included
+
+
+@dataclass(frozen=True)
+class ClusterReplay:
+    """What one replay on a cluster measured; n requests, k intervals, N nodes."""
+
+    latency_ms: npt.NDArray[np.float32]  # [n], shed ones at SHED_FACTOR times the SLO
+    measured: npt.NDArray[np.bool_]  # [n] arrived at or after the trace's measure_from_ns
+    node_of: npt.NDArray[np.int16]  # [n] node that took it last; NOWHERE: refused
+    time_s: npt.NDArray[np.float64]  # [k] ends of the intervals, on the trace's clock
+    alpha: npt.NDArray[np.float32]  # [k, N] applied at the end of each
+    windows: list[ClusterWindow]  # [k]
     decide_us: float  # median time of a decision, observation included
 
 
@@ -57,24 +73,19 @@ def replay(
         node = NodeSim(scenario, trace, alpha0)
     else:
         node.reset(alpha0)
-    controller.reset(seed)
-    builder = ObservationBuilder(scenario.slo_ms)
+    pilot = Pilot(scenario, controller, seed)
     interval_ns = round(scenario.control.interval_s * 1e9)
     windows: list[WindowStats] = []
     targets: list[float] = []
-    spent_us: list[float] = []
     until = node.now_ns
     while until < node.end_ns:
         until += interval_ns
         targets.append(node.target)
         window = node.run(until)
         windows.append(window)
-        controller.feedback(window)
-        start = time.perf_counter()
-        target = controller.decide(builder.update(window), window.alpha, until)
-        spent_us.append((time.perf_counter() - start) * 1e6)
+        target = pilot.steer(window)
         if np.isfinite(target):
-            node.set_target(float(target))
+            node.set_target(target)
         if advance is not None:
             advance(until)
     node.drain()
@@ -85,5 +96,80 @@ def replay(
         alpha=np.array([w.alpha for w in windows], np.float32),
         target=np.array(targets, np.float32),
         windows=windows,
-        decide_us=float(np.median(spent_us)),
+        decide_us=pilot.decide_us,
     )
+
+
+def replay_cluster(
+    scenario: Scenario,
+    trace: Trace,
+    make: Callable[[], Controller],
+    *,
+    alpha0: float = 0.5,
+    seed: int = 0,
+    cluster: ClusterSim | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> ClusterReplay:
+    """Serve the whole trace on a cluster; every node has a controller of its own, made by `make`.
+
+    The others are as in `replay`; `cluster` is reset. A node that is down is not steered, and forgets nothing.
+    """
+    if cluster is None:
+        cluster = ClusterSim(scenario, trace, alpha0)
+    else:
+        cluster.reset(alpha0)
+    pilots = [Pilot(scenario, make(), seed + k) for k in range(len(cluster.nodes))]
+    interval_ns = round(scenario.control.interval_s * 1e9)
+    windows: list[ClusterWindow] = []
+    alphas: list[npt.NDArray[np.float64]] = []
+    until = cluster.now_ns
+    while until < cluster.end_ns:
+        until += interval_ns
+        window = cluster.run(until)
+        windows.append(window)
+        alphas.append(cluster.alpha)
+        targets = [
+            math.nan if one is None else pilot.steer(one) for one, pilot in zip(window.nodes, pilots, strict=True)
+        ]
+        cluster.set_targets(targets)
+        if advance is not None:
+            advance(until)
+    cluster.drain()
+    return ClusterReplay(
+        latency_ms=cluster.latency_ms.copy(),
+        measured=trace.arrival_ns >= trace.meta.measure_from_ns,
+        node_of=cluster.node_of.copy(),
+        time_s=np.array([until - k * interval_ns for k in range(len(windows))][::-1]) * 1e-9,
+        alpha=np.array(alphas, np.float32),
+        windows=windows,
+        decide_us=float(np.median([pilot.decide_us for pilot in pilots])),
+    )
+
+
+class Pilot:
+    """A controller at work on one node: it sees what telemetry lets through."""
+
+    def __init__(self, scenario: Scenario, controller: Controller, seed: int = 0) -> None:
+        controller.reset(seed)
+        self._controller = controller
+        self._builder = ObservationBuilder(scenario.slo_ms)
+        self._telemetry = Telemetry(scenario.telemetry, seed)
+        self._spent_us: list[float] = []
+
+    def steer(self, window: WindowStats) -> float:
+        """Take the newest window; return the target, NaN where nothing has arrived to decide upon."""
+        arrived = self._telemetry.pass_on(window)
+        if not arrived:
+            return math.nan
+        start = time.perf_counter()
+        for one in arrived:
+            self._controller.feedback(one)
+            observation = self._builder.update(one)
+        target = float(self._controller.decide(observation, window.alpha, window.end_ns))
+        self._spent_us.append((time.perf_counter() - start) * 1e6)
+        return target
+
+    @property
+    def decide_us(self) -> float:
+        """The median time of a decision, observation included; NaN: there was none."""
+        return float(np.median(self._spent_us)) if self._spent_us else math.nan

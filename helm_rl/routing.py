@@ -140,7 +140,7 @@ def choose(router: RouterState, user: int, ticket: int) -> int:
     best = NOWHERE
     highest = 0.0
     for j in range(nodes):
-        k = start + j if start + j < nodes else start + j - nodes
+        k = int(start + j if start + j < nodes else start + j - nodes)
         if not router.up[k]:
             continue
         score = params[W_KV] * router.kv[k] + w_emb * router.emb[k] - params[W_LOAD] * router.load[k]
@@ -160,7 +160,7 @@ def _least_loaded(router: RouterState, start: int) -> int:
     nodes = router.up.size
     best = NOWHERE
     for j in range(nodes):
-        k = start + j if start + j < nodes else start + j - nodes
+        k = int(start + j if start + j < nodes else start + j - nodes)
         if router.up[k] and (best == NOWHERE or router.load[k] < router.load[best]):
             best = k
     return best

@@ -65,7 +65,7 @@ TAIL = 0  # class of rows; the hot set of phase f is class 1 + f
 # Sampled lookups over which a class's miss rate is smoothed: its standard error is below .004.
 SMOOTHING = 20_000.0
 REFILL_ROWS = 256  # looked at at a time
-_REFILL_SCAN = 16  # times that, on each tick
+_REFILL_SCAN = 16_384  # of those that are cached, on each tick
 _DRAIN_LIMIT_NS = np.int64(10_000_000_000)
 
 
@@ -180,16 +180,17 @@ def _refill(node: Node, tick: int) -> None:
     strata = np.int64(node.rows.edges[node.rows.edges.size - 1])
     room = embedding.unfilled_slots(emb, 1) > 0
     short = False  # the next row that is not cached has not come
-    for _ in range(_REFILL_SCAN):
+    passed = 0
+    while room and not short and passed < _REFILL_SCAN and clocks[REFILL_FROM] < strata:
         first = clocks[REFILL_FROM]
-        if first >= strata or short or not room:
-            break
         n = min(np.int64(REFILL_ROWS), strata - first)
         for j in range(n):
             node.keys[j] = first + j
         embedding.contains(emb, node.tables, node.keys, n, node.found)
         for j in range(n):
-            if not node.found[j]:
+            if node.found[j]:
+                passed += 1
+            else:
                 short = window[REFILL_NS] < row_ns
                 if short or not room:
                     break

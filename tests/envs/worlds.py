@@ -54,6 +54,7 @@ def trace(
     *,
     items: Sequence[int] | None = None,
     phase: Sequence[int] | None = None,
+    tenant: Sequence[int] | None = None,
     hot: Sequence[tuple[float, int]] = ((0.0, 0),),
     measure_from_ms: float = 0.0,
     catalogue: int = 20_000_000,
@@ -79,7 +80,7 @@ def trace(
     made = Trace(
         arrival_ns=np.rint(np.array(arrival_ms) * 1e6).astype(np.int64),
         user=users.astype(np.int64),
-        tenant=np.zeros(n, np.int32),
+        tenant=np.zeros(n, np.int32) if tenant is None else np.array(tenant, np.int32),
         phase=np.zeros(n, np.int32) if phase is None else np.array(phase, np.int32),
         history_tokens=tokens,
         new_tokens=fresh,

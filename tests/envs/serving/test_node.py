@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cache_engine.backends.cpu import embedding
+from cache_engine.backends.cpu import embedding, kv_host
+from envs.serving import loop
 from envs.serving.node import NodeSim
 from helm_rl.errors import UserError
 from helm_rl.metrics import SHED_FACTOR, WindowStats, p99_ms
@@ -391,11 +392,11 @@ def test_other_content_is_served(content: str) -> None:
 def test_columns_of_any_layout_are_served(load: tuple[Scenario, Trace]) -> None:
     made = trace([0.0, 10.0, 20.0], history=[100, 200, 300])
     frozen = trace([0.0, 10.0, 20.0], history=[100, 200, 300])
-    for column in (frozen.arrival_ns, frozen.user, frozen.history_tokens, frozen.item_values):
+    for column in (frozen.arrival_ns, frozen.user, frozen.tenant, frozen.history_tokens, frozen.item_values):
         column.setflags(write=False)
     latencies = []
     for each in (made, frozen):
-        node = NodeSim(scenario(), each, 0.5)
+        node = NodeSim(scenario(tenant=[{"name": "only"}]), each, 0.5)
         node.drain()
         latencies.append(node.latency_ms)
     assert np.array_equal(*latencies)
@@ -461,6 +462,11 @@ def unsound() -> Trace:
         ({"model__heads": 16, "model__kv_heads": 3}, None, "must be a multiple of model.kv_heads"),
         ({}, lambda: trace([0.0, 5e9]), "lasts 5,000,000 s, more than 4,000,000 intervals"),
         ({}, lambda: trace([0.0], history=50_000_000), "history of 50000000 tokens"),
+        (
+            {"tenant": [{"name": "a"}, {"name": "b"}]},
+            lambda: trace([0.0, 1.0], tenant=[0, 2]),
+            r"has a tenant 2, and scenario small has only 2 \(counted from 0\); add \[\[tenant\]\] tables",
+        ),
         ({"model__candidates": 1_000_000, "model__features_per_token": 100}, None, "model.candidates = 1000000"),
     ],
 )
@@ -478,23 +484,231 @@ def test_importing_the_library_compiles_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_restored_node_serves_on_as_the_first_time() -> None:
-    small = scenario()
-    made = generate(small, seed=3)
+# Tenants
+
+
+def test_each_tenant_has_its_slo_and_those_of_higher_priority_go_first() -> None:
+    """Two of each come at once, one in a batch: those of the second tenant first. No link: a token's rows take 2 ns."""
+    tenants = [{"name": "a", "slo_ms": 25}, {"name": "b", "priority": 1, "weight": 2}]
+    small = scenario(tenant=tenants, slo_ms=15, hardware__link_gb_s=1e4, hardware__max_batch=1, model__candidates=0)
+    # The first arrives a little before the others, which wait until it is done.
+    made = trace([0.0, 0.1, 0.1, 0.1], history=2000, new=2000, tenant=[0, 0, 1, 1])
     node = NodeSim(small, made, 0.5)
-    node.run(5 * SECOND)
+    windows = serve(node, 10 * SECOND)
+    batch_ms = A100.batch_ms + 2000 * TOKEN_MS + 0.5 * 2000**2 * PAIR_MS
+    turn = np.array([1, 4, 2, 3])
+    expected = turn * batch_ms + A100.request_ms - np.array([0.0, 0.1, 0.1, 0.1])
+    assert node.latency_ms == pytest.approx(expected, rel=1e-4)
+    slo_ms = np.array([25.0, 25.0, 15.0, 15.0])
+    assert total(windows, "slow") == np.count_nonzero(expected > slo_ms)
+    assert 0 < total(windows, "slow") < np.count_nonzero(expected > 15)
+    assert total(windows, "log_latency_sum") == pytest.approx(np.log(expected / slo_ms).sum(), rel=1e-4)
+
+
+def test_without_tenants_in_the_scenario_a_trace_has_one() -> None:
+    made = [trace([0.0, 0.1, 0.1], history=500, tenant=who) for who in ([0, 0, 0], [7, 3, 5])]
+    nodes = [NodeSim(scenario(), each, 0.5) for each in made]
+    assert serve(nodes[0]) == serve(nodes[1])
+    assert np.array_equal(nodes[0].latency_ms, nodes[1].latency_ms)
+
+
+# Telemetry
+
+
+def test_a_sample_of_the_requests_is_unbiased_and_changes_no_latency(load: tuple[Scenario, Trace]) -> None:
+    """A request that is measured with probability p counts 1 / p: its x adds x^2 (1 / p - 1) to the variance."""
+    _, made = load
+    sample = 0.25
+    crowded = {"hardware__link_gb_s": 0.0025, "hardware__queue_bound": 8}
+    nodes = [NodeSim(scenario(**crowded, telemetry__sample=p), made, 0.5) for p in (1.0, sample)]
+    every, some = (node.run(made.end_ns + 1000 * SECOND) for node in nodes)
+    took = nodes[0].latency_ms.astype(np.float64)
+    assert np.array_equal(nodes[1].latency_ms, nodes[0].latency_ms)
+    n = len(made)
+    ratio = took / 100.0
+    taken = (took != 100 * SHED_FACTOR) * 1.0
+    history = made.history_tokens * taken
+    rows = 4.0 * (made.history_tokens + 64.0) * taken  # at most
+    excess = np.clip(ratio - 1, 0, 10)
+    again = np.array([made.user[i] in made.user[:i] for i in range(n)])
+    for field, each in {
+        "returning": again * 1.0,
+        "completed": np.ones(n),
+        "slow": (ratio > 1) * 1.0,
+        "shed": 1 - taken,
+        "history_tokens": history,
+        "history_tokens_hit": history,
+        "rows": rows,
+        "rows_hit": rows,
+        "log_latency_sum": np.log(ratio),
+        "excess_sum": excess,
+        "latency_ms_sum": took,
+    }.items():
+        error = math.sqrt((each**2).sum() * (1 / sample - 1))
+        assert getattr(every, field) > 0, field
+        assert getattr(some, field) != getattr(every, field), field
+        assert abs(getattr(some, field) - getattr(every, field)) < 4 * error + 1, field
+    assert every.completed == n
+    assert some.completed == 4 * round(some.completed / 4)
+    for field in ("arrivals", "link_busy_ns", "compute_busy_ns", "queue", "fetched_bytes", "moved_pages", "alpha"):
+        assert getattr(some, field) == getattr(every, field), field
+    assert some.p99_ms == pytest.approx(every.p99_ms, rel=0.2)
+
+
+# Refill in the background
+
+IDLE = [30_000.0, 60_000.0]  # the node starts at 0
+
+
+def cached(node: NodeSim) -> npt.NDArray[np.bool_]:
+    """Tell of each row that the node simulates, by popularity, whether it is cached."""
+    strata = int(node.state.rows.edges[-1])
+    found = np.zeros(strata, np.bool_)
+    embedding.contains(node.state.emb, np.zeros(strata, np.int16), np.arange(strata), strata, found)
+    return found
+
+
+def test_new_pages_are_filled_with_the_most_popular_rows_that_are_missing() -> None:
+    """From 77 to 154 pages of 2 MiB: 161 MB, at a fifth of .1 GB/s in pieces of 1 MiB, one every 52 ms, for 8 s.
+
+    The node passes over 157,696 rows that it has before it finds one that it lacks: 10 ticks of 10 ms.
+    """
+    small = scenario(control__migrate_pages_per_s=1e5)
+    node = NodeSim(small, trace(IDLE), 0.3)
+    node.run(SECOND)
+    rows = node._sampled_rows
+    first = int(np.flatnonzero(~cached(node))[0])
+    assert first == 77 * rows
+    node.set_target(0.6)
+    refilled = 0.0
+    for second in range(2, 5):
+        refilled += node.run(second * SECOND).refilled_bytes
+        asked = 0.2 * 0.1e9 * (second - 1.1)
+        assert refilled == pytest.approx(asked, abs=1.1 * 2**20)
+        # In order of popularity, and each row stands for 1 / rate rows of 512 bytes.
+        found = cached(node)
+        came = int(np.flatnonzero(~found)[0]) - first
+        assert not found[first + came + 1 :].any()
+        assert came * 512 / node.rate == pytest.approx(refilled, abs=512 / node.rate + 1)
+    for second in range(5, 12):
+        refilled += node.run(second * SECOND).refilled_bytes
+    room = 77 * 2**21
+    assert room <= refilled <= room + 2 * 2**20  # what comes of a last piece finds no room
+    # All but those few whose set of the index was full.
+    assert np.count_nonzero(cached(node)[: 154 * rows]) > 0.9998 * 154 * rows
+    assert embedding.unfilled_slots(node.state.emb, 1) == 0
+    assert node.run(12 * SECOND).refilled_bytes == 0
+
+
+@pytest.mark.parametrize(("link_gb_s", "share"), [(1.5, 0.2), (1.5, 1.0), (0.4, 0.05)])
+def test_the_refill_has_its_share_of_any_link(link_gb_s: float, share: float) -> None:
+    small = scenario(hardware__link_gb_s=link_gb_s, hardware__refill_share=share, control__migrate_pages_per_s=1e5)
+    node = NodeSim(small, trace(IDLE), 0.1)
+    node.set_target(0.9)
+    node.run(SECOND // 10)
+    came = node.run(SECOND // 10 + SECOND // 5).refilled_bytes
+    assert came == pytest.approx(share * link_gb_s * 1e9 * 0.2, abs=1.1 * 2**20 + 0.01 * share * link_gb_s * 2e8)
+
+
+def test_refill_goes_on_while_pages_still_come() -> None:
+    """20 pages a second for 5 s: at any time, what came over the link is in the cache."""
+    node = NodeSim(scenario(control__migrate_pages_per_s=20), trace(IDLE), 0.3)
+    first = int(np.flatnonzero(~cached(node))[0])
+    node.set_target(0.7)
+    refilled = 0.0
+    for second in range(1, 5):
+        window = node.run(second * SECOND)
+        refilled += window.refilled_bytes
+        assert window.backlog_pages > 0
+        came = int(np.flatnonzero(~cached(node))[0]) - first
+        assert came * 512 / node.rate == pytest.approx(refilled, rel=0.02)
+        assert refilled == pytest.approx(20e6 * (second - 0.1), abs=1.1 * 2**20)
+
+
+def test_nothing_is_refilled_when_pages_leave() -> None:
+    node = NodeSim(scenario(), trace(IDLE), 0.6)
+    node.set_target(0.3)
+    assert node.run(5 * SECOND).refilled_bytes == 0
+    node.set_target(0.6)
+    growing = node.run(6 * SECOND).refilled_bytes
+    assert growing > 15e6
+    node.set_target(0.3)  # turned round midway: the piece that is under way is the last
+    assert node.run(7 * SECOND).refilled_bytes <= 2**20
+    assert node.run(12 * SECOND).refilled_bytes == 0
+
+
+@pytest.mark.parametrize("change", ["items", "share"])
+def test_where_nothing_is_refilled(change: str) -> None:
+    """What is popular among the items of a log, a node cannot know; and a share of nothing is nothing."""
+    if change == "items":
+        items = np.random.default_rng(0).integers(0, 50_000, 2_000)
+        made = trace(IDLE, history=1000, new=1000, items=items.tolist(), content="items")
+        node = NodeSim(scenario(), made, 0.3)
+    else:
+        node = NodeSim(scenario(hardware__refill_share=0.0), trace(IDLE), 0.3)
+    node.set_target(0.6)
+    window = node.run(10 * SECOND)
+    assert window.moved_pages == 77
+    assert window.refilled_bytes == 0
+
+
+def test_hits_recover_sooner_with_refill() -> None:
+    """Few requests, one every 100 ms; .3 of the pool's rows become .6 of them."""
+    n = 150
+    made = trace((np.arange(n) * 100.0).tolist(), history=50, new=50)
+    hits = []
+    for share in (0.0, 0.2, 1.0):
+        node = NodeSim(
+            scenario(hardware__refill_share=share, hardware__link_gb_s=0.4, control__migrate_pages_per_s=1e5), made, 0.3
+        )
+        node.run(5 * SECOND)
+        node.set_target(0.6)
+        windows = [node.run(second * SECOND) for second in range(6, 16)]
+        hits.append([1 - window.rows_hit / window.rows for window in windows])
+    for misses in pairwise(hits):
+        assert misses[0][-1] > misses[1][-1]
+    # The law says what 154 pages of its tail leave over, against 77; the smoothed rate is on its way there.
+    assert hits[2][-1] < 0.93 * hits[0][-1]
+
+
+# Saved and restored
+
+
+def test_a_restored_node_serves_on_as_the_first_time_and_so_does_another() -> None:
+    """With a host tier in use, tenants, a sample, and a refill under way."""
+    small = scenario(
+        hardware__kv_host_gib=0.1,
+        hardware__kv_miss="onboard",
+        tenant=[{"name": "a"}, {"name": "b", "priority": 1}],
+        telemetry__sample=0.5,
+    )
+    made = generate(small, seed=3)
+    made.tenant[:] = made.user % 2
+    node = NodeSim(small, made, 0.5)
+    node.run(3 * SECOND)
+    node.set_target(0.6)
+    before = node.run(3 * SECOND + SECOND // 4)
+    assert before.refilled_bytes > 0
+    assert node.state.clocks[loop.REFILL_FROM] != loop.NONE
+    assert node.state.host.counters[kv_host.ONBOARDED] > 0
     saved = node.save()
 
-    def rest() -> tuple[list[WindowStats], npt.NDArray[np.float32]]:
+    def rest(node: NodeSim) -> tuple[list[WindowStats], npt.NDArray[np.float32]]:
         windows = []
         for second, alpha in ((10, 0.2), (15, 0.8), (20, 0.5)):
+            windows.append(node.run(second * SECOND - SECOND // 2))
             node.set_target(alpha)
             windows.append(node.run(second * SECOND))
+        node.drain()
         return windows, node.latency_ms.copy()
 
-    first, first_ms = rest()
-    node.restore(saved)
-    again, again_ms = rest()
-    assert again == first
-    assert np.array_equal(again_ms, first_ms, equal_nan=True)
-    assert first[0].alpha != first[1].alpha
+    first, first_ms = rest(node)
+    other = NodeSim(small, made, 0.3)
+    other.run(9 * SECOND)  # wherever it is
+    for each in (node, other):
+        each.restore(saved)
+        again, again_ms = rest(each)
+        assert again == first
+        assert np.array_equal(again_ms, first_ms)
+    assert min(window.alpha for window in first) == pytest.approx(0.2, abs=0.01)
+    assert sum(window.refilled_bytes for window in first) > 0

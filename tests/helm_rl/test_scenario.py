@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 import helm_rl
 from helm_rl.errors import UserError
+from helm_rl.profiles.hardware import HARDWARE, REMOTE_PS_GB_S, link_gb_s, pcie_gb_s
 from helm_rl.profiles.model import resolve_model
 from helm_rl.scenario import (
     ControlSection,
@@ -17,9 +18,15 @@ from helm_rl.scenario import (
     LoadPhase,
     LoadSection,
     ModelSection,
+    NodeEvent,
+    NodeGroup,
     RewardSection,
+    RouterSection,
     Scenario,
+    TelemetrySection,
+    Tenant,
     load_scenario,
+    node_kinds,
     scenario_hash,
     scenario_names,
 )
@@ -58,7 +65,9 @@ profile = "decoder-0.2b"
 [hardware]
 profile = "a100-80g"
 link = "remote-ps"
-link_gb_s = 1.5
+kv_host_gib = 0
+kv_miss = "cheaper"
+refill_share = 0.2
 pool_gib = 48
 page_kib = 2048
 nodes = 1
@@ -91,6 +100,12 @@ label = "burst"
 [reward]
 tail_weight = 1.0
 move_cost = 0.01
+
+[router]
+policy = "helm"
+
+[telemetry]
+sample = 1.0
 """
 
 
@@ -110,7 +125,7 @@ def test_burst_explains_every_field_and_states_true_defaults(tmp_path: Path) -> 
     """It is what people copy: a field that it does not name, nobody finds."""
     text = (Path(helm_rl.__file__).parent / "scenarios" / "burst.toml").read_text()
     sections = (Scenario, ModelSection, HardwareSection, ControlSection, LoadSection, LoadPhase, RewardSection)
-    for section in sections:
+    for section in (*sections, RouterSection, TelemetrySection, Tenant, NodeEvent, NodeGroup):
         for field in section.model_fields:
             assert re.search(rf"\b{field}\b", text), f"{section.__name__}.{field}"
     spelt = load_scenario(write(tmp_path, re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)))
@@ -127,7 +142,8 @@ def test_a_file_that_spells_the_defaults_out_means_the_same(tmp_path: Path) -> N
     assert bare == full
     assert (full.control.alpha_min, full.control.alpha_max, full.control.rate_per_s) == (0.1, 0.9, 0.06)
     assert (full.load.rate, full.load.requests_per_visit, full.load.items) == (140, 1.15, 300_000_000)
-    assert (full.hardware.link_gb_s, full.hardware.pool_gib, full.hardware.page_kib) == (1.5, 48, 2048)
+    assert (link_gb_s(full.hardware), full.hardware.pool_gib, full.hardware.page_kib) == (REMOTE_PS_GB_S, 48, 2048)
+    assert pcie_gb_s(full.hardware) == HARDWARE["a100-80g"].pcie_gb_s
     assert (phase["start_s"], phase["seconds"], phase["rate"], phase["requests_per_visit"]) == (120, 60, 420, 15)
 
 
@@ -258,3 +274,81 @@ def test_byte_order_mark_and_crlf_are_accepted(tmp_path: Path) -> None:
     plain = load_scenario(write(tmp_path, SMALL))
     marked = load_scenario(write(tmp_path, b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode()))
     assert plain == marked
+
+
+def test_tenants_events_and_groups_are_read(tmp_path: Path) -> None:
+    text = (
+        SMALL
+        + """
+[[tenant]]
+name = "paying"
+slo_ms = 50
+priority = 2
+share = 3
+
+[[tenant]]
+name = "other"
+
+[[event]]
+at_s = 30
+node = 2
+action = "lose"
+
+[hardware]
+nodes = 3
+kv_host_gib = 64
+kv_miss = "onboard"
+
+[[hardware.group]]
+nodes = 2
+profile = "h100"
+pool_gib = 60
+kv_host_gib = 0
+"""
+    )
+    scenario = load_scenario(write(tmp_path, text))
+    assert [(t.name, t.share, t.slo_ms, t.priority, t.weight) for t in scenario.tenant] == [
+        ("paying", 3.0, 50.0, 2, 1.0),
+        ("other", 1.0, None, 0, 1.0),
+    ]
+    assert [(e.at_s, e.node, e.action) for e in scenario.event] == [(30.0, 2, "lose")]
+    groups, rest = node_kinds(scenario.hardware)
+    assert (groups.profile, groups.pool_gib, groups.kv_host_gib, groups.kv_miss) == ("h100", 60.0, 0.0, "onboard")
+    assert (rest.profile, rest.pool_gib, rest.kv_host_gib, rest.kv_miss) == ("a100-80g", 48.0, 64.0, "onboard")
+    assert groups.nodes == rest.nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("added", "line", "said"),
+    [
+        ("[hardware]\nkv_miss = 'fetch'", 20, "hardware.kv_miss = 'fetch'"),
+        ("[hardware]\nrefill_share = 1.5", 20, "hardware.refill_share = 1.5"),
+        ("[hardware]\npcie_gb_s = 0", 20, "hardware.pcie_gb_s = 0"),
+        (
+            "[hardware]\nnodes = 2\n[[hardware.group]]\nnodes = 3",
+            19,
+            "groups hold 3 nodes, but there are only nodes = 2",
+        ),
+        (
+            "[hardware]\nnodes = 2\n[[hardware.group]]\nnodes = 1\npage_kib = 3",
+            23,
+            "unknown key hardware.group[0].page_kib",
+        ),
+        ("[router]\npolicy = 'best'", 20, "router.policy = 'best'"),
+        ("[telemetry]\nsample = 0", 20, "telemetry.sample = 0"),
+        ("[telemetry]\nloss = 1", 20, "telemetry.loss = 1"),
+        ("[[tenant]]\nshare = 2", 19, "tenant[0].name is missing"),
+        ("[[tenant]]\nname = 'a'\n[[tenant]]\nname = 'a'", None, "two tenants have one name: a, a"),
+        ("[[tenant]]\nname = 'a'\npriority = -1", 21, "tenant[0].priority = -1"),
+        ("[[event]]\nat_s = 1\nnode = 1\naction = 'lose'", None, "event[0].node = 1 must be below hardware.nodes = 1"),
+        ("[[event]]\nat_s = 1\nnode = 0\naction = 'break'", 22, "event[0].action = 'break'"),
+    ],
+)
+def test_errors_in_what_describes_a_cluster(tmp_path: Path, added: str, line: int | None, said: str) -> None:
+    path = write(tmp_path, SMALL.rstrip("\n") + "\n" + added + "\n")
+    with pytest.raises(UserError) as caught:
+        load_scenario(path)
+    message = str(caught.value)
+    assert said in message
+    assert message.startswith(f"{path}, line {line}: " if line else f"{path}: ")
+    assert "\n" not in message

@@ -45,7 +45,7 @@ class Capacity:
 
 def capacity(
     load: Load,
-    make: Callable[[], Controller],
+    make: Callable[[float], Controller],
     alpha0: float,
     work: Work,
     *,
@@ -59,14 +59,14 @@ def capacity(
 
     Arguments:
         load: `scaled_load` or `compressed_trace`, bound to a scenario.
-        make: returns a new controller for each replay; alpha0, seed: as for a replay.
+        make: returns a new controller for a multiple of the load; alpha0, seed: as for a replay.
         work: what replays, one load after the other in the calling thread: `work.map` runs several controllers at once.
     """
     tried: list[tuple[float, float]] = []
 
     def keeps(multiple: float) -> bool:
         scenario, trace = load(multiple)
-        reached_ms = p99_ms(work.measured_ms(scenario, trace, make(), alpha0, seed))
+        reached_ms = p99_ms(work.measured_ms(scenario, trace, make(multiple), alpha0, seed))
         tried.append((multiple, reached_ms))
         return reached_ms <= scenario.slo_ms  # NaN, of a load without requests, is not
 

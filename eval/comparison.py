@@ -267,11 +267,6 @@ def compare(
     draws: list[tuple[int | None, Trace | None]]
     steady: Curve | None = None
     if trace is None:
-        if scenario.load.rate == 0:
-            raise UserError(
-                f"scenario {scenario.name}: load.rate is 0, so there is no Steady load to choose the deployable static "
-                "on; give load.rate some requests per second"
-            )
         draws = [(SEEDS_FROM + first_seed + index, None) for index in range(seeds)]
         steady, deployable = steady_optimum(scenario, work, min(seeds, 2), first_seed, step)
         basis = f"least P99 on the Steady load ({scenario.load.rate:g} requests/s, no phases), other arrivals"
@@ -287,7 +282,7 @@ def compare(
     notes: list[str] = []
     for index, (seed, recorded) in enumerate(draws):
         work.describe(f"arrivals {index + 1} of {len(draws)}: statics")
-        arrivals = recorded if recorded is not None else _generate(scenario, seed)
+        arrivals = recorded if recorded is not None else draw_arrivals(scenario, seed)
         also = [half] if trace is not None else [half, deployable]
         swept = sweep_adaptively(scenario, arrivals, work, step, also, opening=trace is not None)
         if trace is not None:
@@ -341,19 +336,28 @@ def check_draws(first_seed: int, seeds: int) -> None:
         raise UserError(f"--seed must lie in 0 to {MOST_DRAWS - seeds}, got {first_seed}")
 
 
-def _generate(scenario: Scenario, seed: int | None) -> Trace:
+def draw_arrivals(scenario: Scenario, seed: int | None) -> Trace:
+    """Draw the arrivals of one seed; those that are judged have seeds from SEEDS_FROM up."""
     from helm_rl.workloads.generate import generate
 
     return generate(scenario, seed=seed)
 
 
 def steady_optimum(scenario: Scenario, work: Work, draws: int, first_seed: int, step: float) -> tuple[Curve, float]:
-    """Sweep the Steady load and return its curve, averaged over the draws, and the alpha at its minimum."""
+    """Sweep the Steady load and return its curve, averaged over the draws, and the alpha at its minimum.
+
+    Raises UserError where the scenario has no base load.
+    """
+    if scenario.load.rate == 0:
+        raise UserError(
+            f"scenario {scenario.name}: load.rate is 0, so there is no Steady load to choose the deployable static "
+            "on; give load.rate some requests per second"
+        )
     steady = steady_scenario(scenario)
     swept = []
     for index in range(draws):
         work.describe(f"Steady arrivals {index + 1} of {draws}: statics")
-        arrivals = _generate(steady, STEADY_SEEDS_FROM + first_seed + index)
+        arrivals = draw_arrivals(steady, STEADY_SEEDS_FROM + first_seed + index)
         swept.append(sweep_adaptively(steady, arrivals, work, step))
     pooled = pooled_curve(swept, step)
     return pooled, pooled.best

@@ -8,12 +8,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import (
@@ -27,7 +29,12 @@ from matplotlib.ticker import (
 )
 
 from eval.comparison import DEPLOYABLE, HALF, HINDSIGHT, OPTIMUM, POLICY, Comparison
-from eval.sweep import Curve
+from eval.segments import Run
+from eval.sweep import Curve, Sweep
+from helm_rl.files import atomic_file
+
+if TYPE_CHECKING:
+    from helm_rl.scenario import Scenario
 
 WIDE_IN = 8.0
 NARROW_IN = 3.7
@@ -289,6 +296,52 @@ def latency_distribution(comparison: Comparison, narrow: bool) -> Figure:
     axes.set_ylabel("slower requests (log)" if narrow else "share of requests slower than that (log scale)")
     figure.legend(loc="outside upper left", ncols=2 if narrow else 3, handlelength=2.2, columnspacing=1.2)
     return figure
+
+
+def draw_headroom(
+    path: Path, scenario: Scenario, name: str, swept: Sweep, reference: Run, runs: dict[str, Run]
+) -> None:
+    """Write a PNG: above, the flat set and best alpha of each segment and the reference's alpha; below, P99 per 10 s.
+
+    runs: what the lower part shows, by title.
+    """
+    with mpl.rc_context(_STYLE | {"font.size": 9.0}):  # type: ignore[arg-type]
+        figure = Figure(figsize=(WIDE_IN, 5.0), dpi=150, layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.1, 1.0])
+        spans = swept.part.spans
+        for index, (span, curve) in enumerate(zip(spans, swept.settled, strict=True)):
+            at = [span.start_ns / 1e9, span.end_ns / 1e9]
+            for low, high in curve.flat:
+                label = "flat set" if index == 0 and low == curve.flat[0][0] else None
+                above.fill_between(at, low, max(high, low + 0.004), color=FLAT, linewidth=0, label=label)
+            label = "α*, best per segment" if index == 0 else None
+            look = LOOKS[OPTIMUM]
+            above.plot(at, [curve.best] * 2, color=look.colour, linestyle=look.dashes, linewidth=1.5, label=label)
+        above.plot(reference.time_s, reference.alpha, color=LOOKS[POLICY].colour, linewidth=1.8, label="reference")
+        above.axhline(swept.hindsight, color=LOOKS[HINDSIGHT].colour, linewidth=1.2, label="best static, in hindsight")
+        above.set_ylabel("α, EMB's share of the pool")
+        above.set_ylim(max(0.0, scenario.control.alpha_min - 0.05), scenario.control.alpha_max + 0.05)
+        above.set_xlim(swept.part.start_ns / 1e9, swept.part.end_ns / 1e9)
+        tails = ", ".join(f"{title} {run.p99_ms:,.0f} ms" for title, run in runs.items())
+        above.set_title(f"{name}: P99 {tails}", loc="left")
+        looks = (LOOKS[POLICY], LOOKS[HINDSIGHT], LOOKS[DEPLOYABLE])
+        for (title, run), look in zip(runs.items(), looks, strict=True):
+            below.plot(
+                run.window_s,
+                run.window_p99_ms,
+                color=look.colour,
+                linestyle=look.dashes,
+                linewidth=look.width,
+                label=title,
+            )
+        _log_ms(below.yaxis, below.set_yscale)
+        below.axhline(scenario.slo_ms, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), label="SLO")
+        below.set_ylabel("P99 per 10 s (ms, log)")
+        below.set_xlabel("time (s)")
+        figure.legend(loc="outside lower center", ncols=4, handlelength=2.2, columnspacing=1.2)
+        FigureCanvasAgg(figure)
+        with atomic_file(path) as aside:
+            figure.savefig(aside, format="png", metadata={"Software": "helm-rl"})
 
 
 def _width(narrow: bool) -> float:

@@ -42,6 +42,9 @@ COMMANDS: dict[str, Command] = {
     "eval ratio-gap": Command(
         "measuring", "eval.ratio_gap:main", "distance of a policy's split from each segment's best one"
     ),
+    "eval headroom": Command(
+        "measuring", "eval.headroom:main", "what adapting the split could gain on a trace of one's own"
+    ),
     "bench engine": Command(
         "measuring", "eval.bench_engine:main", "the cache engine beside other caches, and its limits"
     ),

@@ -31,9 +31,10 @@ PAGES_PER_TICK = 7
 KV_MISS = 8  # one of the three below
 PAGE_BYTES = 9
 PAGE_NS = 10  # of PCIe, per KV page that comes back
-ONBOARD_NS = 11  # of PCIe, fixed, per request that has pages brought back
-PCIE_IS_LINK = 12  # 1: rows come over PCIe too
-N_PARAMS = 13
+ONBOARD_NS = 11  # fixed, for a request that has pages brought back
+ONBOARD_PCIE_NS = 12  # of it, what keeps PCIe busy: the fixed cost is that of a batch, which requests share
+PCIE_IS_LINK = 13  # 1: rows come over PCIe too
+N_PARAMS = 14
 
 RECOMPUTE, ONBOARD, CHEAPER = 0, 1, 2
 KV_MISSES = {"recompute": RECOMPUTE, "onboard": ONBOARD, "cheaper": CHEAPER}
@@ -239,11 +240,15 @@ def serve(node: Node, i: int, now_ns: int) -> None:
         latency.shed(queue.measured, i)
         return
 
-    prefix, onboard_ns, onboarded = _find_history(node, i)
+    pages = -(-history // node.kv.scalars[kv.PAGE_TOKENS])
+    if pages > node.pool.owned[node.kv.scalars[kv.MEMBER]]:  # no memory to compute it in
+        latency.shed(queue.measured, i)
+        return
+
+    prefix, onboarded = _find_history(node, i, now_ns)
     window[TOKENS] += measured * history
     window[TOKENS_HIT] += measured * prefix
-    pages = float(-(-history // node.kv.scalars[kv.PAGE_TOKENS]))
-    ghost.access(node.kv_ghost, requests.user[i], pages, pages)
+    ghost.access(node.kv_ghost, requests.user[i], float(pages), float(pages))
 
     hot = 1 + phase
     _look_up(node, i, prefix)
@@ -265,16 +270,20 @@ def serve(node: Node, i: int, now_ns: int) -> None:
     else:
         kv.extend(node.kv, node.pool, requests.user[i], 0, history)
     link_ns = fetches * params[ROW_NS]
-    pcie_ns = onboard_ns
+    pcie_ns = soonest_ns = 0.0
+    if onboarded > 0:
+        pcie_ns = params[ONBOARD_PCIE_NS] + onboarded * params[PAGE_NS]
+        soonest_ns = params[ONBOARD_NS] + onboarded * params[PAGE_NS]
     if params[PCIE_IS_LINK] == 1.0:
-        link_ns += onboard_ns
+        link_ns += pcie_ns
         pcie_ns = 0.0
-    queues.admit(queue, i, now_ns, link_ns, pcie_ns, _compute_ns(params, float(prefix), float(history)))
+    work_ns = _compute_ns(params, float(prefix), float(history))
+    queues.admit(queue, i, now_ns, link_ns, pcie_ns, soonest_ns, work_ns)
 
 
 @inner
-def _find_history(node: Node, i: int) -> tuple[int, float, int]:
-    """Return the tokens of the request's history that need not be computed, the ns of PCIe and the pages for that.
+def _find_history(node: Node, i: int, now_ns: int) -> tuple[int, int]:
+    """Return the tokens of the request's history that need not be computed, and the pages that come back for that.
 
     What lies in host memory comes back, is computed anew, or whatever is faster, as the node is set.
     """
@@ -283,14 +292,15 @@ def _find_history(node: Node, i: int) -> tuple[int, float, int]:
     history = np.int64(requests.history[i])
     old = history - np.int64(requests.new[i])  # newest events were never computed, so they cannot be found
     if host.onto.size == 0:
-        return kv.lookup(kvs, user, 0, old), 0.0, 0
+        return kv.lookup(kvs, user, 0, old), 0
     prefix = kv_host.lookup_tiers(kvs, host, user, 0, old)
     beyond = kv_host.beyond(kvs, host, user, 0, old)
     if beyond == 0 or params[KV_MISS] == RECOMPUTE:
-        return prefix, 0.0, 0
+        return prefix, 0
     pages = -(-beyond // kvs.scalars[kv.PAGE_TOKENS])
-    onboard_ns = params[ONBOARD_NS] + pages * params[PAGE_NS]
     if params[KV_MISS] == CHEAPER:
+        waiting_ns = max(0, node.queue.clocks[queues.PCIE_FREE] - now_ns)
+        onboard_ns = max(float(waiting_ns), params[ONBOARD_NS]) + pages * params[PAGE_NS]
         compute_ns = _compute_ns(params, float(prefix), float(history)) - _compute_ns(
             params, float(prefix + beyond), float(history)
         )
@@ -304,7 +314,7 @@ def _find_history(node: Node, i: int) -> tuple[int, float, int]:
         if params[PCIE_IS_LINK] == 0.0:
             hidden_ns = (float(history - prefix - beyond) + params[CANDIDATES]) * token_ns
         if onboard_ns >= hidden_ns + float(beyond) * token_ns + compute_ns:
-            return prefix, 0.0, 0
+            return prefix, 0
     came = 0
     while True:
         at = kv_host.next_onboard(kvs, host, node.pool, user, 0, old)
@@ -314,9 +324,9 @@ def _find_history(node: Node, i: int) -> tuple[int, float, int]:
         kv_host.finish_onboard(kvs, host, at, True)
         came += 1
     if came == 0:
-        return prefix, 0.0, 0
+        return prefix, 0
     e = kv.find(kvs, user)
-    return min(old, kvs.tokens[e]), params[ONBOARD_NS] + came * params[PAGE_NS], came
+    return min(old, kvs.tokens[e]), came
 
 
 @inner

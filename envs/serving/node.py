@@ -15,7 +15,7 @@ from envs.serving import latency, loop, packed, queues
 from envs.serving.rows import ITEMS, RowModel, build_rows
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
-from helm_rl.profiles.hardware import link_gb_s, pcie_gb_s, resolve_hardware
+from helm_rl.profiles.hardware import ONBOARD_BATCH, link_gb_s, pcie_gb_s, resolve_hardware
 from helm_rl.profiles.model import ModelProfile, resolve_model
 from helm_rl.scenario import HardwareSection, Scenario
 from helm_rl.workloads.inspect import returning
@@ -185,6 +185,7 @@ class NodeSim:
         self._params[loop.PAGE_BYTES] = page_bytes
         self._params[loop.PAGE_NS] = page_bytes / pcie
         self._params[loop.ONBOARD_NS] = profile.onboard_ms * 1e6
+        self._params[loop.ONBOARD_PCIE_NS] = profile.onboard_ms * 1e6 / ONBOARD_BATCH
         self._params[loop.PCIE_IS_LINK] = section.link == "local-host"
         self._host_pages = min(int(section.kv_host_gib * 2**30) // page_bytes, MAX_PAGES)
         queue = np.zeros(queues.N_PARAMS)

@@ -193,18 +193,30 @@ def make_place(queue: QueueState, request: int, now_ns: int) -> bool:
 
 
 @kernel
-def admit(queue: QueueState, request: int, now_ns: int, link_ns: float, pcie_ns: float, work_ns: float) -> None:
-    """Let a request, for which there is a place, wait for the link."""
+def admit(
+    queue: QueueState,
+    request: int,
+    now_ns: int,
+    link_ns: float,
+    pcie_ns: float,
+    soonest_ns: float,
+    work_ns: float,
+) -> None:
+    """Let a request, for which there is a place, wait for the link.
+
+    The times are those for which it keeps link, PCIe and accelerator busy; it is not ready for the last before
+    `soonest_ns` have passed.
+    """
     clocks, sums = queue.clocks, queue.sums
     clocks[N_FREE] -= 1
     at = queue.free[clocks[N_FREE]]
     queue.request[at] = request
     queue.link_ns[at] = min(link_ns, _LONGEST_NS)
     queue.work_ns[at] = min(work_ns, _LONGEST_NS)
-    queue.ready_ns[at] = now_ns
+    queue.ready_ns[at] = min(now_ns + np.int64(min(soonest_ns, _LONGEST_NS)), _LATEST_NS)
     if pcie_ns > 0.0:
         clocks[PCIE_FREE] = min(max(clocks[PCIE_FREE], now_ns) + np.int64(min(pcie_ns, _LONGEST_NS)), _LATEST_NS)
-        queue.ready_ns[at] = clocks[PCIE_FREE]
+        queue.ready_ns[at] = max(queue.ready_ns[at], clocks[PCIE_FREE])
     _count(queue, now_ns)
     clocks[PRESENT] += 1
     sums[ELSEWHERE_NS] += now_ns - queue.arrival_ns[request]

@@ -14,6 +14,9 @@ from helm_rl.errors import UserError
 from helm_rl.profiles.model import ModelProfile
 from helm_rl.scenario import HardwareSection
 
+ONBOARD_BATCH = 8
+"""Requests of the batches whose onboarding was measured: they shared its fixed cost."""
+
 
 @dataclass(frozen=True)
 class HardwareProfile:

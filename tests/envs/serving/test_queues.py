@@ -62,7 +62,7 @@ def new_queue(arrival_ns: Int64Array, tenant: Int64Array | None = None, **given:
 def take(queue: QueueState, request: int, link_ns: float, pcie_ns: float, work_ns: float, now_ns: int) -> bool:
     """Admit a request or shed it, at a time to which the queues were advanced; return whether it was admitted."""
     if queues.make_place(queue, request, now_ns):
-        queues.admit(queue, request, now_ns, link_ns, pcie_ns, work_ns)
+        queues.admit(queue, request, now_ns, link_ns, pcie_ns, 0.0, work_ns)
         return True
     latency.shed(queue.measured, request)
     return False
@@ -81,7 +81,7 @@ def feed(queue: QueueState, link_ns: FloatArray, pcie_ns: FloatArray, work_ns: F
             k += 1
         queues.advance(queue, arrival_ns[i])
         if queues.make_place(queue, i, arrival_ns[i]):
-            queues.admit(queue, i, arrival_ns[i], link_ns[i], pcie_ns[i], work_ns[i])
+            queues.admit(queue, i, arrival_ns[i], link_ns[i], pcie_ns[i], 0.0, work_ns[i])
         else:
             latency.shed(queue.measured, i)
     queues.advance(queue, FOREVER_NS)

@@ -13,7 +13,7 @@ import pytest
 from cache_engine.backends.cpu import kv, kv_host
 from envs.serving.node import NodeSim
 from helm_rl.metrics import WindowStats
-from helm_rl.profiles.hardware import HARDWARE
+from helm_rl.profiles.hardware import HARDWARE, ONBOARD_BATCH
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.generate import generate
 from helm_rl.workloads.trace import Trace
@@ -49,6 +49,10 @@ def serve(node: NodeSim) -> list[WindowStats]:
 
 def pcie_ms(pages: int, gb_s: float = A100.pcie_gb_s) -> float:
     return A100.onboard_ms + pages * PAGE_BYTES / gb_s * 1e-6
+
+
+def pcie_busy_ms(pages: int, gb_s: float = A100.pcie_gb_s) -> float:
+    return A100.onboard_ms / ONBOARD_BATCH + pages * PAGE_BYTES / gb_s * 1e-6
 
 
 def rest_ms(found: int, history: int = 1024, candidates: int = 10) -> float:
@@ -91,12 +95,13 @@ def test_pages_come_beside_the_rows_of_a_parameter_server_and_after_those_of_the
     small = tiered(**{f"hardware__{name}": value for name, value in changes.items()}, model__candidates=100)
     node = NodeSim(small, in_turn(FOUR), 0.9)
     last = serve(node)[-1]
-    pages_ms = pcie_ms(6, pcie_gb_s)
+    busy_ms = pcie_busy_ms(6, pcie_gb_s)
     rows_ms = (last.fetched_bytes - 6 * PAGE_BYTES) / link_gb_s * 1e-6
     assert 0 < rows_ms < 100 * 4 * ROW_BYTES / link_gb_s * 1e-6  # of the candidates' rows some are cached
-    took_ms = max(rows_ms, pages_ms) if link == "remote-ps" else rows_ms + pages_ms
+    link_ms = rows_ms if link == "remote-ps" else rows_ms + busy_ms
+    took_ms = max(link_ms, pcie_ms(6, pcie_gb_s))
     assert node.latency_ms[4] == pytest.approx(took_ms + rest_ms(1024, candidates=100), rel=1e-4)
-    assert last.link_busy_ns * 1e-6 == pytest.approx(rows_ms if link == "remote-ps" else took_ms, rel=1e-4)
+    assert last.link_busy_ns * 1e-6 == pytest.approx(link_ms, rel=1e-4)
 
 
 def test_recomputing_is_as_if_there_were_no_tier() -> None:
@@ -197,10 +202,11 @@ def test_pages_that_change_hands_leave_their_blocks_in_the_tier(policy: str) -> 
 
 
 def test_onboarding_takes_pcie_in_turn() -> None:
-    """Two users come back at once: the second's pages wait for the first's, and he for neither link nor accelerator."""
+    """Two users come back at once: the second's pages wait for the first's, and share the fixed cost with them."""
     made = trace([0.0, 1000.0, 2000.0, 3000.0, 4000.0, 5000.0, 5000.0], user=[0, 1, 2, 3, 4, 0, 1], history=1024, new=0)
-    node = NodeSim(tiered(), made, 0.9)
+    node = NodeSim(tiered(hardware__pcie_gb_s=0.5), made, 0.9)
     node.drain()
     # Of the second, 2 pages are in the pool when both come back, and leave it for what the first brings.
-    assert node.latency_ms[5] == pytest.approx(rest_ms(1024) + pcie_ms(8), rel=1e-4)
-    assert node.latency_ms[6] == pytest.approx(rest_ms(1024) + 2 * pcie_ms(8), rel=1e-4)
+    assert node.latency_ms[5] == pytest.approx(rest_ms(1024) + pcie_ms(8, 0.5), rel=1e-4)
+    assert 2 * pcie_busy_ms(8, 0.5) > pcie_ms(8, 0.5)
+    assert node.latency_ms[6] == pytest.approx(rest_ms(1024) + 2 * pcie_busy_ms(8, 0.5), rel=1e-4)

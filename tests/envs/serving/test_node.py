@@ -121,7 +121,7 @@ def test_copies_of_a_row_in_one_request_are_fetched_once() -> None:
 
 def test_a_second_of_stall_shows_in_the_p99_of_the_node() -> None:
     """Through the whole node: one history whose prefill takes a second, at 100 requests/s for 10 s."""
-    small = scenario(hardware__link_gb_s=1e4, model__candidates=0, load__history_max=1 << 20)
+    small = scenario(hardware__link_gb_s=1e4, model__candidates=0, hardware__pool_gib=4.0, load__history_max=1 << 20)
     history = np.full(1000, 10)
     history[500] = 76_000
     stall_ms = 76_000 * TOKEN_MS + 0.5 * 76_000**2 * PAIR_MS
@@ -712,3 +712,13 @@ def test_a_restored_node_serves_on_as_the_first_time_and_so_does_another() -> No
         assert np.array_equal(again_ms, first_ms)
     assert min(window.alpha for window in first) == pytest.approx(0.2, abs=0.01)
     assert sum(window.refilled_bytes for window in first) > 0
+
+
+def test_a_history_that_no_memory_can_hold_is_refused_and_the_next_ones_are_served() -> None:
+    """128 pages of 128 tokens for histories: 16,384 tokens fit, and one more does not."""
+    made = trace([0.0, 1000.0, 2000.0], user=[0, 1, 2], history=[16_385, 16_384, 100], new=1)
+    node = NodeSim(scenario(load__history_max=1 << 20), made, 0.5)
+    windows = serve(node, SECOND)
+    assert [window.shed for window in windows] == [1, 0, 0]
+    assert node.latency_ms[0] == SHED_FACTOR * 100
+    assert (node.latency_ms[1:] < 5_000).all()

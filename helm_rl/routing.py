@@ -96,11 +96,6 @@ def miss_costs_ms(
     return kv_ms, emb_ms, slo_ms
 
 
-def needs_kv(policy: int) -> bool:
-    """Return whether a router looks at what the nodes hold of a history; others are spared finding out."""
-    return policy in (HELM, KV_AWARE)
-
-
 @kernel
 def own_node(router: RouterState, user: int) -> int:
     """Return the user's own node: of those that are up, the one with the highest hash of (user, node)."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from envs.serving import cluster_loop, latency, queues
+from envs.serving import cluster_loop, latency, loop, queues
 from envs.serving.node import MAX_SAMPLED_SLOTS, NodeSim, ServedTrace
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
@@ -48,8 +48,9 @@ class ClusterSim:
     Args:
         scenario: hardware.nodes nodes, hardware.group of other kinds, router and events.
         trace: the arrivals at the cluster.
-        alpha: of all nodes at the start, or of each.
+        alpha, start_ns: see `reset`.
         max_sampled_slots: see `NodeSim`.
+        served: the trace, made ready once for several clusters.
 
     Raises:
         UserError: what NodeSim refuses; an event that loses a node that is down, or returns one that is up.
@@ -60,15 +61,17 @@ class ClusterSim:
         scenario: Scenario,
         trace: Trace,
         alpha: float | Sequence[float] = 0.5,
+        start_ns: int | None = None,
         *,
         max_sampled_slots: int | None = None,
+        served: ServedTrace | None = None,
     ) -> None:
         sections = node_sections(scenario.hardware)
         if max_sampled_slots is None:
             max_sampled_slots = CLUSTER_SAMPLED_SLOTS if len(sections) > 1 else MAX_SAMPLED_SLOTS
         check_events(scenario)
         self.scenario = scenario
-        self.served = ServedTrace(scenario, trace)
+        self.served = ServedTrace(scenario, trace) if served is None else served
         self.trace = trace = self.served.trace
         self.latency_ms = np.full(len(trace), np.nan, np.float32)
         """Latency of each request from its scheduled arrival, [n]; NaN: not complete; shed: SHED_FACTOR * SLO."""
@@ -78,6 +81,7 @@ class ClusterSim:
                 scenario,
                 trace,
                 alphas[k],
+                start_ns,
                 max_sampled_slots=max_sampled_slots,
                 hardware=section,
                 served=self.served,
@@ -97,17 +101,20 @@ class ClusterSim:
         )
         self._costs = costs
         self.end_ns = int(trace.arrival_ns[-1]) + 1
-        self._start(alphas)
+        self._start()
 
-    def reset(self, alpha: float | Sequence[float] = 0.5) -> None:
-        """Start anew, at the first request."""
+    def reset(self, alpha: float | Sequence[float] = 0.5, start_ns: int | None = None) -> None:
+        """Start anew, at the first request or at `start_ns` of the trace's clock, with this alpha of all or of each.
+
+        Events before `start_ns` have happened by then.
+        """
         alphas = self._per_node(alpha, len(self.nodes))
         self.latency_ms[:] = np.nan
         for node, value in zip(self.nodes, alphas, strict=True):
-            node.reset(value)
-        self._start(alphas)
+            node.reset(value, start_ns)
+        self._start()
 
-    def _start(self, alphas: list[float]) -> None:
+    def _start(self) -> None:
         nodes, requests = len(self.nodes), self.served.requests
         phases = len(self.trace.meta.phases)
         slo_ns = self.scenario.slo_ms * 1e6
@@ -133,6 +140,7 @@ class ClusterSim:
         for k, node in enumerate(self.nodes):
             self.state.nodes[k, : node.packed.size] = node.packed
         self.now_ns = self.nodes[0].now_ns
+        self.state.clocks[cluster_loop.NEXT_REQUEST] = self.nodes[0].state.clocks[loop.NEXT_REQUEST]
         self.state.clocks[cluster_loop.REFRESHED_NS] = self.now_ns - 2**61
         self.state.idle_ns[:] = self.state.seen_ns[:] = self.now_ns
         self._events = sorted(self.scenario.event, key=lambda event: event.at_s)
@@ -240,9 +248,6 @@ def check_events(scenario: Scenario) -> None:
     event: NodeEvent
     for event in sorted(scenario.event, key=lambda event: event.at_s):
         if (event.action == "lose") == (event.node in down):
-            state = "down already" if event.action == "lose" else "up"
-            raise UserError(
-                f"scenario {scenario.name}: [[event]] at_s = {event.at_s:g} has node {event.node} {event.action}"
-                f"{'' if event.action == 'return' else 'd'}, but it is {state}"
-            )
+            what = "lost, but it is down already" if event.action == "lose" else "return, but it is up"
+            raise UserError(f"scenario {scenario.name}: [[event]] at_s = {event.at_s:g} has node {event.node} {what}")
         down ^= {event.node}

@@ -17,7 +17,7 @@ from rich.table import Table
 from eval.capacity import MOST, Capacity, capacity, compressed_trace, scaled_load
 from eval.command import console
 from eval.comparison import SEEDS_FROM, check_draws, draw_arrivals, steady_optimum
-from eval.reference import PROGRAMMED, SEGMENTS, Effort, Reference, reference, segment_optimum
+from eval.reference import LIGHT, PROGRAMMED, SEGMENTS, Effort, Reference, reference, segment_optimum
 from eval.segments import LEAST_SEGMENT_REQUESTS, FlatSet, Run
 from eval.statistics import standard_error
 from eval.sweep import STEP, Sweep, Work, alpha_grid, sweep_adaptively, working
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from helm_rl.scenario import Scenario
     from helm_rl.workloads.trace import Trace
 
-SEARCH = Effort(step=0.2, replays=50.0)
-"""A search that fits into the time with the statics and the capacities."""
 LONG_REQUESTS = 300_000
 """Requests from which a trace is a long one: its statics are twice as far apart."""
 SECONDS_PER_MILLION = 900.0
@@ -269,7 +267,7 @@ def headroom(
     if recorded is None:
         _, deployable = steady_optimum(scenario, work, min(seeds, 2), first_seed, step)
     rooms: list[Room] = []
-    effort = SEARCH if replays is None else replace(SEARCH, replays=float(replays))
+    effort = LIGHT if replays is None else replace(LIGHT, replays=float(replays))
     for index in range(seeds):
         work.describe(f"arrivals {index + 1} of {seeds}")
         trace = first if index == 0 else draw_arrivals(scenario, seed + index)
@@ -290,7 +288,7 @@ def measure(
     trace: Trace,
     work: Work,
     step: float = STEP,
-    effort: Effort = SEARCH,
+    effort: Effort = LIGHT,
     deployable: float | None = None,
 ) -> Room:
     """Measure one set of arrivals: statics .1 apart, then `step` around the minima, then the search.

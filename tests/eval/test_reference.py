@@ -74,8 +74,8 @@ def prepared(small: Scenario, trace: Trace, work: Work, alphas: list[float]) -> 
     return swept, optimum
 
 
-def replayed_ms(small: Scenario, trace: Trace, schedule: ScheduledAlpha) -> float:
-    run = replay(small, trace, schedule, alpha0=float(schedule.alphas[0]))
+def replayed_ms(small: Scenario, trace: Trace, schedule: ScheduledAlpha, node: NodeSim | None = None) -> float:
+    run = replay(small, trace, schedule, alpha0=float(schedule.alphas[0]), node=node)
     return p99_ms(run.latency_ms[run.measured])
 
 
@@ -102,15 +102,38 @@ def test_it_equals_brute_force_over_two_segments(seed: int, work: Work) -> None:
     swept, optimum = prepared(small, trace, work, GRID)
     found = reference(small, trace, swept, optimum, work, COARSE)
 
+    node = NodeSim(small, trace)
     times = cut_times(small, trace, swept.part, COARSE)
     assert times.tolist() == [0, 10_000_000_000]
     everything = {
-        path: replayed_ms(small, trace, ScheduledAlpha(times, path)) for path in itertools.product(GRID, repeat=2)
+        path: replayed_ms(small, trace, ScheduledAlpha(times, path), node) for path in itertools.product(GRID, repeat=2)
     }
     best = min(everything, key=lambda path: everything[path])
     assert found.p99_ms == everything[best]
     assert tuple(found.schedule.alphas) == best
     assert everything[best] < min(everything[alpha, alpha] for alpha in GRID)
+
+
+def test_it_equals_brute_force_over_four_pieces(work: Work) -> None:
+    """Here states are given up, which brute force keeps: none of them was of use."""
+    small = two_segments()
+    trace = generate(small, seed=11)
+    alphas = [0.34, 0.56, 0.78]
+    part = measured_part(trace)
+    times = cut_times(small, trace, part, replace(COARSE, piece_s=5.0))
+    assert len(times) == 4
+    node = NodeSim(small, trace)
+    everything = {
+        path: replayed_ms(small, trace, ScheduledAlpha(times, path), node)
+        for path in itertools.product(alphas, repeat=4)
+    }
+    best = min(everything, key=lambda path: everything[path])
+    search = eval.reference._Search(small, trace, part, times, work)
+    static_ms = min(everything[(alpha,) * 4] for alpha in alphas)
+    found = search.run([alphas] * 4, np.geomspace(0.75 * static_ms, static_ms, 4))
+    assert found.path == list(best)
+    assert found.p99_ms == everything[best] < 0.95 * static_ms
+    assert search.replays < 0.2 * len(everything)
 
 
 @pytest.mark.parametrize("rate", [5, 120])

@@ -25,7 +25,7 @@ LOADS = {"moderate": 0.7 * 0.95, "limit": 0.95}
 
 SLO_MS = 100.0
 SLOW_MODELS_SLO_MS = 200.0
-"""For slow models, on which a full history alone takes longer than SLO_MS; recommenders are served within 100 to 200."""
+"""For slow models, on which a full history alone takes longer than SLO_MS; 100 to 200 ms are what is promised."""
 
 ALPHA_MIN, ALPHA_MAX = 0.1, 0.9
 WARM_S = 30.0

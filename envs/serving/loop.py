@@ -236,12 +236,9 @@ def serve(node: Node, i: int, now_ns: int) -> None:
     window[ARRIVALS] += 1
     if requests.returning[i]:
         window[RETURNING] += measured
-    if not queues.make_place(queue, i, now_ns):
-        latency.shed(queue.measured, i)
-        return
-
     pages = -(-history // node.kv.scalars[kv.PAGE_TOKENS])
-    if pages > node.pool.owned[node.kv.scalars[kv.MEMBER]]:  # no memory to compute it in
+    fits = pages <= node.pool.owned[node.kv.scalars[kv.MEMBER]]  # else there is no memory to compute it in
+    if not fits or not queues.make_place(queue, i, now_ns):
         latency.shed(queue.measured, i)
         return
 

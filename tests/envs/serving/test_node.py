@@ -505,6 +505,20 @@ def test_each_tenant_has_its_slo_and_those_of_higher_priority_go_first() -> None
     assert total(windows, "log_latency_sum") == pytest.approx(np.log(expected / slo_ms).sum(), rel=1e-4)
 
 
+def test_nobody_gives_way_to_a_request_that_is_refused_anyway() -> None:
+    """Two wait and the queue is full when one of a higher priority comes whose history 26 pages cannot hold."""
+    small = scenario(
+        tenant=[{"name": "a"}, {"name": "b", "priority": 1}],
+        hardware__queue_bound=2,
+        hardware__max_batch=1,
+        hardware__link_gb_s=1e4,
+    )
+    made = trace([0.0, 0.3, 0.4, 0.5], history=[3000, 3000, 3000, 27 * 128], new=1, tenant=[0, 0, 0, 1])
+    node = NodeSim(small, made, 0.9)
+    node.drain()
+    assert (node.latency_ms == SHED_FACTOR * small.slo_ms).tolist() == [False, False, False, True]
+
+
 def test_without_tenants_in_the_scenario_a_trace_has_one() -> None:
     made = [trace([0.0, 0.1, 0.1], history=500, tenant=who) for who in ([0, 0, 0], [7, 3, 5])]
     nodes = [NodeSim(scenario(), each, 0.5) for each in made]

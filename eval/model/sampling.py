@@ -245,7 +245,7 @@ def measure_sampling(
                 figures[f"model.sampling.{regime.name}.{load}.{seed}.link_busy"] = Figure(share, "", "lower")
                 for size in slots:
                     advance(f"{where}: {load}, {size:,} sampled slots")
-                    found, error = node_outcomes(linked, trace, regime.parts, size)
+                    found, error = node_outcomes(linked, trace, regime.parts, size, count=size == MAX_SAMPLED_SLOTS)
                     little = max(little, error)
                     for part, ours, theirs in zip(regime.parts, found, exact, strict=True):
                         note_error(size, f"kv_hit_error.{part.name}", ours.kv_hit_rate - theirs.kv_hit_rate)
@@ -312,8 +312,13 @@ def reference_outcomes(scenario: Scenario, trace: Trace, charges: Charges, parts
     return outcomes
 
 
-def node_outcomes(scenario: Scenario, trace: Trace, parts: tuple[Part, ...], slots: int) -> tuple[list[Outcome], float]:
-    """Serve by a node of so many sampled slots; return what came of each part, and Little's error over the last."""
+def node_outcomes(
+    scenario: Scenario, trace: Trace, parts: tuple[Part, ...], slots: int, count: bool
+) -> tuple[list[Outcome], float]:
+    """Serve by a node of so many sampled slots; return what came of each part, and the error of Little's law.
+
+    That is over the last part, where who is there is counted at many instants; 0 unless `count`.
+    """
     node = NodeSim(scenario, trace, _ALPHA, max_sampled_slots=slots)
     served = []
     there = 0  # requests that have come and not gone
@@ -327,7 +332,7 @@ def node_outcomes(scenario: Scenario, trace: Trace, parts: tuple[Part, ...], slo
     for part in parts:
         if node.now_ns < part.start_ns:
             run(part.start_ns)
-        steps = max(1, (part.end_ns - part.start_ns) // _STEP_NS)
+        steps = max(1, (part.end_ns - part.start_ns) // _STEP_NS) if count else 1
         present = 0
         windows = []
         for step in range(1, steps + 1):
@@ -336,13 +341,15 @@ def node_outcomes(scenario: Scenario, trace: Trace, parts: tuple[Part, ...], slo
         served.append(windows)
         counted = present / steps
     node.drain()
-    last = parts[-1]
-    error = little_error(
-        counted,
-        (trace.arrival_ns - last.start_ns) * 1e-6,
-        node.latency_ms.astype(np.float64) - resolve_hardware(scenario.hardware).request_ms,
-        (last.end_ns - last.start_ns) * 1e-6,
-    )
+    error = 0.0
+    if count:
+        last = parts[-1]
+        error = little_error(
+            counted,
+            (trace.arrival_ns - last.start_ns) * 1e-6,
+            node.latency_ms.astype(np.float64) - resolve_hardware(scenario.hardware).request_ms,
+            (last.end_ns - last.start_ns) * 1e-6,
+        )
     outcomes = [
         Outcome(
             kv_hit_rate=sum(w.history_tokens_hit for w in windows) / sum(w.history_tokens for w in windows),

@@ -113,7 +113,7 @@ def test_a_node_without_sampling_hits_as_the_reference() -> None:
         trace = generate(regime.scenario, 1)
         charges = serve_unsampled(regime.scenario, trace, 0.5, lambda text: None)
         exact = reference_outcomes(regime.scenario, trace, charges, regime.parts)[-1]
-        found, little = node_outcomes(regime.scenario, trace, regime.parts, 1 << 19)
+        found, little = node_outcomes(regime.scenario, trace, regime.parts, 1 << 19, count=True)
         assert little < 0.15  # few requests, few instants
         assert exact.emb_hit_rate < 0.98
         assert found[-1].kv_hit_rate == exact.kv_hit_rate

@@ -45,6 +45,9 @@ COMMANDS: dict[str, Command] = {
     "eval headroom": Command(
         "measuring", "eval.headroom:main", "what adapting the split could gain on a trace of one's own"
     ),
+    "eval map": Command(
+        "measuring", "eval.map.command:main", "where adapting the split pays, over models, links and loads"
+    ),
     "bench engine": Command(
         "measuring", "eval.bench_engine:main", "the cache engine beside other caches, and its limits"
     ),

@@ -48,6 +48,7 @@ COMMANDS: dict[str, Command] = {
     "eval map": Command(
         "measuring", "eval.map.command:main", "where adapting the split pays, over models, links and loads"
     ),
+    "eval routing": Command("measuring", "eval.routing:main", "routers on a cluster, and bursts under reallocation"),
     "bench engine": Command(
         "measuring", "eval.bench_engine:main", "the cache engine beside other caches, and its limits"
     ),

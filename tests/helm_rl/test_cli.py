@@ -114,6 +114,7 @@ def test_the_commands_of_this_release() -> None:
         "export",
         "eval p99",
         "eval ratio-gap",
+        "eval routing",
         "eval headroom",
         "eval map",
         "bench engine",

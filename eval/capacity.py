@@ -13,6 +13,7 @@ from eval.sweep import Work
 from helm_rl.control.protocol import Controller
 from helm_rl.errors import UserError
 from helm_rl.metrics import p99_ms
+from helm_rl.scenario import at_load
 
 if TYPE_CHECKING:
     from helm_rl.scenario import Scenario
@@ -93,16 +94,7 @@ def scaled_load(scenario: Scenario, seed: int, multiple: float) -> tuple[Scenari
     """Return the scenario with every rate of its load multiplied, and arrivals drawn for it."""
     from helm_rl.workloads.generate import generate
 
-    def scaled(rate: float | None) -> float | None:
-        return None if rate is None else rate * multiple
-
-    load = scenario.load
-    phases = tuple(
-        phase.model_copy(update={"rate": phase.rate * multiple, "rate_end": scaled(phase.rate_end)})
-        for phase in load.phase
-    )
-    update = {"rate": load.rate * multiple, "rate_end": scaled(load.rate_end), "phase": phases}
-    heavier = scenario.model_copy(update={"load": load.model_copy(update=update)})
+    heavier = at_load(scenario, multiple)
     return heavier, generate(heavier, seed=seed)
 
 

@@ -25,7 +25,7 @@ from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import refuse_existing
-from helm_rl.scenario import Scenario, load_scenario
+from helm_rl.scenario import Load, Scenario, load_scenario
 from helm_rl.workloads.trace import Trace
 
 WIDTH = 118
@@ -38,6 +38,8 @@ class EvalArgs:
 
     scenario: str = "burst"
     """What serves under which load: shipped (burst, conversation, laptop, steady, trend) or a TOML file."""
+    load: Load = "limit"
+    """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     policy: Path | None = None
     """Bundle folder to evaluate, as `helm-rl export` writes it; without it, only the statics and the optimum."""
     trace: Path | None = None
@@ -67,7 +69,7 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
 
     Raises UserError for any argument that does not fit, before the first replay.
     """
-    scenario = load_scenario(args.scenario)
+    scenario = load_scenario(args.scenario, args.load)
     seeds = args.seeds if args.seeds is not None else (3 if args.trace is None else 1)
     check_draws(args.seed, seeds)
     if args.trace is not None and seeds != 1:

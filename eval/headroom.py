@@ -30,7 +30,7 @@ from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import refuse_existing
 from helm_rl.metrics import SHED_FACTOR
-from helm_rl.scenario import load_scenario
+from helm_rl.scenario import Load, load_scenario
 
 if TYPE_CHECKING:
     from helm_rl.scenario import Scenario
@@ -76,6 +76,8 @@ class Args:
     """Recorded arrivals, from `helm-rl trace convert` or `generate` (default: the scenario's own load)."""
     scenario: str = "burst"
     """What serves under which SLO: shipped (burst, conversation, laptop, steady, trend) or a TOML file."""
+    load: Load = "limit"
+    """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     seeds: int | None = None
     """Draws of the scenario's load, at least 1; more narrow the error (default: 3)."""
     seed: int = 1
@@ -210,7 +212,7 @@ def main(args: Args) -> None:
 
 def evaluate(args: Args) -> Headroom:
     """Check the arguments, measure, write the files asked for; UserError for what does not fit, before any replay."""
-    scenario = load_scenario(args.scenario)
+    scenario = load_scenario(args.scenario, args.load)
     if args.trace is not None and args.seeds not in (None, 1):
         raise UserError(
             f"--seeds {args.seeds}: a recorded trace is one set of arrivals; leave --seeds out with a trace"

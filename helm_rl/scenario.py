@@ -18,6 +18,8 @@ from helm_rl.errors import UserError
 _SHIPPED = Path(__file__).parent / "scenarios"
 _MAX_FILE_BYTES = 1 << 20
 MOST_TENANTS = 16
+Load = Literal["limit", "moderate"]
+MODERATE = 0.7
 
 
 def _whole(value: Any) -> Any:
@@ -287,11 +289,35 @@ def scenario_hash(scenario: Scenario) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def load_scenario(name_or_path: str | Path) -> Scenario:
+def at_load(scenario: Scenario, multiple: float) -> Scenario:
+    """Return the scenario with every rate of its load multiplied."""
+
+    def scaled(rate: float | None) -> float | None:
+        return None if rate is None else rate * multiple
+
+    def part(one: LoadSection | LoadPhase) -> dict[str, float | None]:
+        return {"rate": one.rate * multiple, "rate_end": scaled(one.rate_end)}
+
+    phases = tuple(phase.model_copy(update=part(phase)) for phase in scenario.load.phase)
+    load = scenario.load.model_copy(update={**part(scenario.load), "phase": phases})
+    return scenario.model_copy(update={"load": load})
+
+
+def load_scenario(name_or_path: str | Path, load: Load = "limit") -> Scenario:
     """Return a shipped scenario by its name, or read one from a TOML file.
+
+    load: "limit" takes its rates as they stand, which for shipped ones is near what a node bears; "moderate" takes
+    MODERATE of each, and says so in the scenario's name.
 
     Raises UserError, naming the file, the line where it can be had, and the field.
     """
+    scenario = _load(name_or_path)
+    if load == "moderate":
+        return at_load(scenario, MODERATE).model_copy(update={"name": f"{scenario.name}-moderate"})
+    return scenario
+
+
+def _load(name_or_path: str | Path) -> Scenario:
     names = scenario_names()
     if str(name_or_path) in names:
         path = _SHIPPED / f"{name_or_path}.toml"

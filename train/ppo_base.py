@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import gymnasium as gym
 import numpy as np
@@ -98,6 +98,8 @@ class Args:
 
     scenario: str = "burst"
     """Scenario to train on: a shipped name (burst, conversation, laptop, steady, trend) or the path of a TOML file."""
+    load: Literal["limit", "moderate"] = "limit"
+    """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     trace: Path | None = None
     """Trace (.parquet) to train on; without it traces are generated from the scenario."""
     env_id: str = NODE_ENV
@@ -253,7 +255,7 @@ def make_envs(args: Args) -> tuple[VectorEnv[Any, Any, Any], EnvironmentSection]
         from helm_rl.scenario import load_scenario, scenario_hash
         from helm_rl.workloads.trace import Trace
 
-        scenario = load_scenario(args.scenario)
+        scenario = load_scenario(args.scenario, args.load)
         trace = None if args.trace is None else Trace.load(args.trace)
         envs = NodeVectorEnv(args.num_envs, scenario, seed=args.seed, traces=None if trace is None else [trace])
         control = scenario.control

@@ -47,7 +47,7 @@ N_CLOCKS = 3
 NONE = -1
 
 # Node.window, reset by the reader up to KEPT
-ARRIVALS = 0
+ARRIVALS = 0  # all of them, measured or not
 RETURNING = 1
 TOKENS = 2
 TOKENS_HIT = 3
@@ -56,11 +56,10 @@ ROWS_HIT = 5
 MOVED = 6  # pages
 FETCHED = 7  # bytes over link and PCIe while a request waits for them
 REFILLED = 8  # bytes over the link in the background
-REQUESTS = 9  # that this node was given, all of them measured or not
-KEPT = 10
-BUDGET = 10  # fraction of a page carried from tick to tick
-REFILL_NS = 11  # work in the background that was done and whose rows were not yet admitted
-N_WINDOW = 12
+KEPT = 9
+BUDGET = 9  # fraction of a page carried from tick to tick
+REFILL_NS = 10  # work in the background that was done and whose rows were not yet admitted
+N_WINDOW = 11
 
 TAIL = 0  # class of rows; the hot set of phase f is class 1 + f
 # Sampled lookups over which a class's miss rate is smoothed: its standard error is below .004.
@@ -232,7 +231,6 @@ def serve(node: Node, i: int, now_ns: int) -> None:
     phase = np.int64(requests.phase[i])
     history = np.int64(requests.history[i])
     measured = latency.weight(queue.measured, i)
-    window[REQUESTS] += 1
     window[ARRIVALS] += 1
     if requests.returning[i]:
         window[RETURNING] += measured

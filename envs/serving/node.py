@@ -328,7 +328,7 @@ class NodeSim:
         node, queue = self.state, self.state.queue
         start_ns, self.now_ns = self.now_ns, until_ns
         w, q, sums = node.window, queue.measured.window, queue.sums
-        self._ghost_requests += w[loop.REQUESTS]
+        self._ghost_requests += w[loop.ARRIVALS]
         emb_margin, kv_margin = self._margins()
 
         def whole(count: float) -> int:  # of a sample: an estimate

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from helm_rl.errors import UserError
 from helm_rl.files import refuse_existing, write_text
-from helm_rl.scenario import load_scenario
+from helm_rl.scenario import Load, load_scenario
 from helm_rl.workloads.generate import generate as generate_trace
 from helm_rl.workloads.inspect import Distribution, TraceSummary, summarise
 from helm_rl.workloads.readers import Format, read_trace
@@ -44,6 +44,8 @@ class GenerateArgs:
     """The load: the name of a shipped scenario (burst, conversation, laptop, steady, trend), or a TOML file."""
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.parquet")]
     """Write the trace here."""
+    load: Load = "limit"
+    """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     seed: Annotated[int | None, _SAID] = None
     """Seed of the draw; another seed gives other arrivals of the same load (default: the scenario's)."""
     overwrite: Switch = False
@@ -102,7 +104,7 @@ class InspectArgs:
 def generate(args: GenerateArgs) -> None:
     """Run `helm-rl trace generate`."""
     _check_output(args.output, args.overwrite)
-    scenario = load_scenario(args.scenario)
+    scenario = load_scenario(args.scenario, args.load)
     with _working(f"generating {scenario.name}"):
         trace = generate_trace(scenario, args.seed)
     _save(trace, args.output, args.overwrite)

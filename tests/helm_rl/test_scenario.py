@@ -352,3 +352,13 @@ def test_errors_in_what_describes_a_cluster(tmp_path: Path, added: str, line: in
     assert said in message
     assert message.startswith(f"{path}, line {line}: " if line else f"{path}: ")
     assert "\n" not in message
+
+
+def test_a_moderate_load_is_seven_tenths_of_every_rate() -> None:
+    limit, moderate = load_scenario("burst"), load_scenario("burst", "moderate")
+    assert moderate.name == "burst-moderate"
+    assert moderate.load.rate == pytest.approx(0.7 * limit.load.rate)
+    assert moderate.load.phase[0].rate == pytest.approx(0.7 * limit.load.phase[0].rate)
+    trend = load_scenario("trend", "moderate").load
+    assert trend.rate_end == pytest.approx(0.7 * load_scenario("trend").load.rate_end)
+    assert limit.load.phase[0].rate_end is moderate.load.phase[0].rate_end is None

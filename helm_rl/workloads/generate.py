@@ -10,6 +10,7 @@ simulating what came before.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from helm_rl.workloads.trace import BASE, Trace, TraceMeta, TracePhase, gather, 
 MAX_REQUESTS = 50_000_000
 MAX_ITEMS = 1_000_000_000
 _FACTOR_WINDOW_S = 300.0
+_PIECE = 1 << 20  # numbers that are drawn at a time
 _GRID = 4096  # pieces of constant rate that a drift is drawn with
 
 FloatArray = npt.NDArray[np.float64]
@@ -74,7 +76,8 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     Items are drawn from the Zipf law, the most popular item being code 0. A hot set is a stretch of codes
     in the middle of the range, where no item was popular before, each of its items equally likely; phases
     have disjoint sets (meta.phases[i].hot_first, hot_items). A user's history before the trace depends on
-    his code alone; one that has reached history_max slides on, its oldest events falling out.
+    his code alone; one that has reached history_max slides on, its oldest events falling out. So does his tenant: each
+    has its share of the users.
 
     Raises UserError if the trace would be too large for memory or has no request.
     """
@@ -103,14 +106,17 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     new_tokens = np.concatenate([part.new_tokens for part in parts])
     offsets = np.zeros(new_tokens.size + 1, dtype=np.int64)
     np.cumsum(new_tokens, out=offsets[1:])
-    offsets, values = gather(offsets, np.concatenate([part.items for part in parts]), order)
+    phase_of = np.repeat(np.arange(len(parts), dtype=np.int32), [part.user.size for part in parts])[order]
+    items = np.concatenate([part.items for part in parts])
+    parts.clear()  # before the items are copied once more
+    offsets, values = gather(offsets, items, order)
     new_tokens = new_tokens[order]
     history = np.minimum(_initial_history(load, user) + running_total(user, new_tokens), load.history_max)
     return Trace(
         arrival_ns=arrival_ns[order],
         user=user,
-        tenant=np.zeros(user.size, dtype=np.int32),
-        phase=np.concatenate([np.full(part.user.size, i, dtype=np.int32) for i, part in enumerate(parts)])[order],
+        tenant=_tenants(scenario, user),
+        phase=phase_of,
         history_tokens=history.astype(np.int32),
         new_tokens=new_tokens.astype(np.int32),
         item_offsets=offsets,
@@ -157,12 +163,19 @@ def zipf_codes(rng: np.random.Generator, count: int, exponent: float, items: int
     codes = np.empty(count, dtype=np.int64)
     done = 0
     while done < count:
-        y = high + rng.random(int((count - done) * 1.15) + 16) * (low - high)
-        rank = np.clip(np.rint(inverse(y)), 1, items)
-        accepted = rank[y >= integral(rank + 0.5) - rank**-exponent][: count - done]
-        codes[done : done + accepted.size] = accepted.astype(np.int64) - 1
-        done += accepted.size
+        # What is drawn depends on how many are wanted; in pieces it takes less memory, and the stream is the same.
+        for piece in _pieces(int((count - done) * 1.15) + 16):
+            y = high + rng.random(piece.stop - piece.start) * (low - high)
+            rank = np.clip(np.rint(inverse(y)), 1, items)
+            accepted = rank[y >= integral(rank + 0.5) - rank**-exponent][: count - done]
+            codes[done : done + accepted.size] = accepted.astype(np.int64) - 1
+            done += accepted.size
     return codes
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    """Cut `count` numbers into pieces that are worked on one by one."""
+    return (slice(start, min(start + _PIECE, count)) for start in range(0, count, _PIECE))
 
 
 @dataclass(frozen=True)
@@ -186,7 +199,9 @@ def _requests(
     new_tokens = np.minimum(rng.geometric(1 / load.new_tokens_mean, size=user.size), load.history_max).astype(np.int64)
     items = zipf_codes(rng, int(new_tokens.sum()), load.zipf_items, load.items)
     if phase.hot_fraction > 0:
-        hot = rng.random(items.size) < phase.hot_fraction
+        hot = np.empty(items.size, np.bool_)
+        for piece in _pieces(items.size):
+            hot[piece] = rng.random(piece.stop - piece.start) < phase.hot_fraction
         items[hot] = rng.integers(phase.hot_first, phase.hot_first + phase.hot_items, size=int(hot.sum()))
     return _Part(arrival_ns, user, new_tokens, items)
 
@@ -295,6 +310,15 @@ def _initial_history(load: LoadSection, user: IntArray) -> IntArray:
     normal = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)  # Box and Muller
     tokens = np.exp(_location(load) + load.history_sigma * normal)
     return np.rint(np.minimum(tokens, load.history_max)).astype(np.int64)
+
+
+def _tenants(scenario: Scenario, user: IntArray) -> npt.NDArray[np.int32]:
+    """Return the tenant that each user belongs to, from a hash of his code, by the tenants' shares; int32 (n,)."""
+    if len(scenario.tenant) < 2:
+        return np.zeros(user.size, dtype=np.int32)
+    edges = np.cumsum([tenant.share for tenant in scenario.tenant])
+    code = user.astype(np.uint64) + np.uint64(2**63)  # apart from those of the histories
+    return np.searchsorted(edges[:-1] / edges[-1], _uniform(code)).astype(np.int32)
 
 
 def _location(load: LoadSection) -> float:

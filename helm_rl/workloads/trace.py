@@ -33,6 +33,7 @@ _META_KEY = b"helm_rl.trace"
 _MAX_META_BYTES = 16 << 20
 _TIME_LIMIT_NS = 1 << 62  # so that the difference of two times fits int64
 _TABLE_PREFIX = "table."
+_ROWS_AT_A_TIME = 1 << 18
 _COLUMNS: dict[str, str] = {
     "arrival_ns": "int64",
     "user": "int64",
@@ -310,9 +311,15 @@ def gather(offsets: Int64Array, values: npt.NDArray[Any], order: Int64Array) -> 
     lengths = np.diff(offsets)[order]
     new_offsets = np.zeros(order.size + 1, dtype=np.int64)
     np.cumsum(lengths, out=new_offsets[1:])
-    take = np.arange(new_offsets[-1], dtype=np.int64)
-    take += np.repeat(offsets[:-1][order] - new_offsets[:-1], lengths)
-    return new_offsets, values[take]
+    gathered = np.empty(new_offsets[-1], values.dtype)
+    # In pieces, for a place of every value at once would take more memory than the values.
+    for first in range(0, order.size, _ROWS_AT_A_TIME):
+        rows = slice(first, min(first + _ROWS_AT_A_TIME, order.size))
+        start, end = new_offsets[rows.start], new_offsets[rows.stop]
+        take = np.arange(start, end, dtype=np.int64)
+        take += np.repeat(offsets[:-1][order[rows]] - new_offsets[rows], lengths[rows])
+        gathered[start:end] = values[take]
+    return new_offsets, gathered
 
 
 def running_total(group: Int64Array, amount: npt.NDArray[Any]) -> Int64Array:

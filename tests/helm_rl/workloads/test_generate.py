@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helm_rl.errors import UserError
-from helm_rl.scenario import load_scenario, scenario_hash, scenario_names
+from helm_rl.scenario import Tenant, load_scenario, scenario_hash, scenario_names
 from helm_rl.workloads.generate import generate, zipf_codes
 from helm_rl.workloads.trace import Trace
 from tests.helm_rl.workloads.loads import flash_sale, scenario
@@ -298,3 +298,23 @@ def test_what_cannot_be_generated_is_refused() -> None:
         generate(scenario(seconds=0.001, warm_s=0, rate=1e-6))
     with pytest.raises(UserError, match="seed = -1"):
         generate(scenario(), seed=-1)
+
+
+def test_tenants_have_their_shares_of_the_users(burst: Trace) -> None:
+    """Half, three eighths and an eighth; a user stays with his own, and nothing else about the trace changes."""
+    tenants = (Tenant(name="a", share=4.0), Tenant(name="b", share=3.0), Tenant(name="c"))
+    shared = generate(flash_sale().model_copy(update={"tenant": tenants}))
+    users, first = np.unique(shared.user, return_index=True)
+    counts = np.bincount(shared.tenant[first], minlength=3)
+    assert chi_square(counts, users.size * np.array([0.5, 0.375, 0.125])) < 4.5
+    of = dict(zip(users.tolist(), shared.tenant[first].tolist(), strict=True))
+    assert [of[user] for user in shared.user.tolist()] == shared.tenant.tolist()
+    assert shared.tenant.dtype == np.int32
+    for name in ("arrival_ns", "user", "history_tokens", "item_values"):
+        assert np.array_equal(getattr(shared, name), getattr(burst, name))
+    # Whose history is long does not depend on whose tenant he is.
+    means = [shared.history_tokens[shared.tenant == tenant].mean() for tenant in range(3)]
+    assert max(means) / min(means) < 1.05
+    one = generate(flash_sale().model_copy(update={"tenant": tenants[:1]}))
+    assert not one.tenant.any()
+    assert not burst.tenant.any()

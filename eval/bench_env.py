@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -18,6 +19,7 @@ from helm_rl.figures import Figure, write_figures
 from helm_rl.files import refuse_existing
 
 GOAL_REQUESTS_PER_S = 30_000.0
+GOAL_LOOKUPS_PER_S = 8e6
 MOST_SECONDS = 86_400.0
 
 
@@ -29,6 +31,11 @@ class Args:
     env.requests_per_s.hot (its phases alone), env.row_lookups_per_s (simulated row lookups inside the loop),
     env.rows_per_s (rows they stand for), env.interval_us (Python around the compiled loop, per decision interval),
     env.share.{rows,lookups,kv,rest} (shares of the loop's time).
+    With --cluster, Steady at 100 requests/s a node with 5 requests a visit: env.requests_per_s.cluster32 (32 nodes, one
+    core), env.cost_us.<nodes>_nodes (of a request, 1 to 128 nodes), env.cost_growth_1_to_128 (128 nodes against one),
+    env.two_cores (what two clusters on two threads serve in a second over what one does on one; wall time).
+    With --hour, an hour of 32 nodes in a process of its own: env.hour_s (generating it included),
+    env.hour_generate_s, env.hour_gb (peak memory), env.hour_requests.
     """
 
     scenario: str = "burst"
@@ -37,18 +44,31 @@ class Args:
     """Length of the load that is served, warm-up included."""
     repeats: int = 3
     """Times each load is served; the fastest counts, for what else runs on the machine only slows it down."""
-    json: Path | None = None
+    cluster: bool = False
+    """Also measure clusters of 1 to 128 nodes; about 2 minutes."""
+    hour: bool = False
+    """Also simulate an hour of 32 nodes at 100 requests/s each; about 3 minutes."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png|svg")] = None
+    """Draw the cost of a request over the number of nodes here; needs --cluster."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the figures here."""
     overwrite: bool = False
-    """Replace the JSON file if it exists."""
+    """Replace --json and --plot files that exist."""
 
 
 def main(args: Args) -> None:
     """Print the table and write the figures."""
-    if args.json is not None:
-        refuse_existing(args.json, args.overwrite)
-        if args.json.is_dir():
-            raise UserError(f"{args.json} is a folder; name a file")
+    outputs = [path for path in (args.json, args.plot) if path is not None]
+    for path in outputs:
+        refuse_existing(path, args.overwrite)
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; name a file")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise UserError(f"--json and --plot name the same file, {args.json}")
+    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"--plot must end in .png or .svg, got {args.plot}")
+    if args.plot is not None and not args.cluster:
+        raise UserError("--plot draws what --cluster measures; add --cluster")
     if not 1 <= args.seconds <= MOST_SECONDS:  # NaN is not
         raise UserError(f"--seconds must lie in 1 to {MOST_SECONDS:,.0f}, got {args.seconds}")
     if args.repeats < 1:
@@ -56,12 +76,40 @@ def main(args: Args) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
         figures, notes = measure(args, progress)
+        clusters = _measure_clusters(args, progress)
     out = console()
     out.print(figure_table(f"Simulator on one core, scenario {args.scenario}", figures))
     for note in notes:
         out.print(note)
+    if clusters:
+        out.print(figure_table("Clusters, Steady at 100 requests/s a node", clusters))
+        figures |= clusters
     if args.json is not None:
         write_figures(args.json, figures)
+
+
+def _measure_clusters(args: Args, progress: Progress) -> dict[str, Figure]:
+    """Measure what --cluster and --hour ask for."""
+    from eval import cluster_speed
+
+    figures: dict[str, Figure] = {}
+    if args.cluster:
+        nodes = cluster_speed.NODES
+        task = progress.add_task("clusters", total=len(nodes) + args.repeats)
+
+        def advance() -> None:
+            progress.advance(task)
+
+        costs_us = cluster_speed.measure_growth(nodes, args.repeats, advance)
+        figures |= cluster_speed.growth_figures(nodes, costs_us)
+        figures |= cluster_speed.two_cores_figure(cluster_speed.measure_two_cores(args.repeats, advance))
+        if args.plot is not None:
+            cluster_speed.plot_growth(nodes, costs_us, args.plot)
+    if args.hour:
+        task = progress.add_task("an hour of 32 nodes", total=1)
+        figures |= cluster_speed.measure_hour()
+        progress.advance(task)
+    return figures
 
 
 def measure(args: Args, progress: Progress) -> tuple[dict[str, Figure], list[str]]:
@@ -104,7 +152,7 @@ def measure(args: Args, progress: Progress) -> tuple[dict[str, Figure], list[str
     progress.update(task, description="stages")
     stages = stage_seconds(served.node, served.requests, args.repeats)
     advance()
-    figures["env.row_lookups_per_s"] = Figure(served.lookups / stages["lookups"], "1/s", "higher")
+    figures["env.row_lookups_per_s"] = Figure(served.lookups / stages["lookups"], "1/s", "higher", GOAL_LOOKUPS_PER_S)
     figures["env.rows_per_s"] = Figure(served.rows / served.seconds, "1/s", "higher")
     figures["env.interval_us"] = Figure(served.interval_us, "us", "lower")
     rest = max(0.0, served.seconds - sum(stages.values()))

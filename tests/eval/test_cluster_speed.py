@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from envs.serving.cluster import ClusterSim
 from eval import cluster_speed
 from eval.cluster_speed import NODES, cluster_load, growth_figures, measure_growth, measure_two_cores, plot_growth
 
@@ -35,12 +37,28 @@ def test_growth_by_hand(tmp_path: Path) -> None:
 def test_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_speed, "WARM_S", 1.0)
     monkeypatch.setattr(cluster_speed, "LEAST_REQUESTS", 100)
-    monkeypatch.setattr(cluster_speed, "THREADED_NODES", 1)
     done: list[None] = []
     costs_us = measure_growth((1, 2), 1, lambda: done.append(None))
     assert all(0.5 < cost < 20_000 for cost in costs_us)
-    assert 0.1 < measure_two_cores(1, lambda: done.append(None)) < 4
-    assert len(done) == 3
+    assert len(done) == 2
+
+
+def test_two_cores_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of each counts: one cluster in 1 s, two in 1.25 s."""
+    monkeypatch.setattr(cluster_speed, "WARM_S", 0.5)
+    monkeypatch.setattr(cluster_speed, "THREADED_NODES", 1)
+    served: list[float] = []
+    real = cluster_speed._wall_s
+
+    def wall_s(clusters: Sequence[ClusterSim]) -> float:
+        real(clusters)
+        served.extend(cluster.now_ns / cluster.end_ns for cluster in clusters)
+        return {1: [2.0, 1.0], 2: [1.25, 1.5]}[len(clusters)][len(served) > 3]
+
+    monkeypatch.setattr(cluster_speed, "_wall_s", wall_s)
+    assert measure_two_cores(2, lambda: None) == pytest.approx(1.6)
+    assert len(served) == 6
+    assert min(served) >= 1.0  # all of them served all of their trace
 
 
 def test_an_hour_runs_in_a_process_of_its_own(

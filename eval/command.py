@@ -18,7 +18,7 @@ from eval.comparison import (
     check_draws,
     compare,
 )
-from eval.reference import FULL
+from eval.reference import EFFORT
 from eval.sweep import STEP, ReplayFunction, alpha_grid, working
 from helm_rl.checkpoint import POLICY_FILE
 from helm_rl.control.base import BasePolicy
@@ -96,7 +96,7 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
             trace=trace,
             policies=policies,
             step=args.step,
-            effort=FULL if args.reference == "full" else None,
+            effort=EFFORT if args.reference == "full" else None,
         )
     if args.report is not None:
         from eval.report import write_report

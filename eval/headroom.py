@@ -17,7 +17,7 @@ from rich.table import Table
 from eval.capacity import MOST, Capacity, capacity, compressed_trace, scaled_load
 from eval.command import console
 from eval.comparison import SEEDS_FROM, check_draws, draw_arrivals, steady_optimum
-from eval.reference import LIGHT, PROGRAMMED, SEGMENTS, Effort, Reference, reference, segment_optimum
+from eval.reference import EFFORT, PROGRAMMED, SEGMENTS, Effort, Reference, reference, segment_optimum
 from eval.segments import LEAST_SEGMENT_REQUESTS, FlatSet, Run
 from eval.statistics import standard_error
 from eval.sweep import STEP, Sweep, Work, alpha_grid, sweep_adaptively, working
@@ -101,14 +101,15 @@ class Args:
 class Room:
     """What one set of arrivals leaves to be won.
 
-    deployable: alpha of the static that could have been set beforehand, NaN where it is not asked for; replays: what
-    all this cost, in whole replays.
+    deployable: alpha of the static that could have been set beforehand; effort: of the search for the reference;
+    replays: what all this cost, in whole replays.
     """
 
     swept: Sweep
     optimum: Run
     reference: Reference
     deployable: float
+    effort: Effort
     replays: float
 
     @property
@@ -149,7 +150,6 @@ class Headroom:
     rooms: tuple[Room, ...]
     error: float
     capacities: dict[str, Capacity]
-    effort: Effort
     step: float
 
     @property
@@ -269,12 +269,11 @@ def headroom(
     if recorded is None:
         _, deployable = steady_optimum(scenario, work, min(seeds, 2), first_seed, step)
     rooms: list[Room] = []
-    effort = LIGHT if replays is None else replace(LIGHT, replays=float(replays))
+    effort = EFFORT if replays is None else Effort(replays=float(replays))
     for index in range(seeds):
         work.describe(f"arrivals {index + 1} of {seeds}")
         trace = first if index == 0 else draw_arrivals(scenario, seed + index)
-        room, effort = _room(scenario, trace, work, step, effort, deployable, timed=replays is None)
-        rooms.append(room)
+        rooms.append(measure(scenario, trace, work, step, effort, deployable, timed=replays is None))
     work.describe("error")
     error = standard_error([room.value for room in rooms])
     if seeds == 1:
@@ -282,7 +281,7 @@ def headroom(
     work.describe("capacity")
     capacities = _capacities(scenario, first, work, rooms[0], None if recorded is not None else seed)
     name = scenario.name if recorded is None else recorded.meta.name
-    return Headroom(scenario, name, recorded is not None, tuple(rooms), error, capacities, effort, step)
+    return Headroom(scenario, name, recorded is not None, tuple(rooms), error, capacities, step)
 
 
 def measure(
@@ -290,22 +289,15 @@ def measure(
     trace: Trace,
     work: Work,
     step: float = STEP,
-    effort: Effort = LIGHT,
+    effort: Effort = EFFORT,
     deployable: float | None = None,
+    timed: bool = False,
 ) -> Room:
     """Measure one set of arrivals: statics .1 apart, then `step` around the minima, then the search.
 
-    deployable: alpha of the deployable static; None: the best one on the first quarter of the arrivals.
-    """
-    return _room(scenario, trace, work, step, effort, deployable, timed=False)[0]
-
-
-def _room(
-    scenario: Scenario, trace: Trace, work: Work, step: float, effort: Effort, deployable: float | None, timed: bool
-) -> tuple[Room, Effort]:
-    """Measure one set of arrivals; where `timed`, with a smaller search if the machine is too slow for the whole one.
-
-    Returns the effort that it came to, too.
+    Arguments:
+        deployable: alpha of the deployable static; None: the best one on the first quarter of the arrivals.
+        timed: make the search smaller where the machine, by the time that the statics took, is too slow for it.
     """
     begun = time.monotonic()
     also = [] if deployable is None else [deployable]
@@ -321,7 +313,7 @@ def _room(
             effort = replace(effort, replays=float(max(0, int(possible))))
     best = reference(scenario, trace, swept, optimum, work, effort)
     cost = len(swept.runs) + 1 + best.replays + (best.programmed is not None)
-    return Room(swept, optimum, best, swept.opening.best if deployable is None else deployable, cost), effort
+    return Room(swept, optimum, best, swept.opening.best if deployable is None else deployable, effort, cost)
 
 
 def _run(room: Room, name: str) -> Run:
@@ -491,7 +483,7 @@ def footnotes(found: Headroom) -> list[str]:
     rooms = found.rooms
     shift, flat = (float(np.mean([getattr(room, name) for room in rooms])) for name in ("shift", "flat_shift"))
     room = rooms[0]
-    effort = found.effort
+    effort = room.effort
     won = sum(each.reference.winner == PROGRAMMED for each in rooms)
     best = room.reference
     finer = " and ".join(f"{step:g}" for step in effort.finer)

@@ -317,13 +317,13 @@ def draw_headroom(
             label = "α*, best per segment" if index == 0 else None
             look = LOOKS[OPTIMUM]
             above.plot(at, [curve.best] * 2, color=look.colour, linestyle=look.dashes, linewidth=1.5, label=label)
-        above.plot(reference.time_s, reference.alpha, color=LOOKS[POLICY].colour, linewidth=1.8, label="reference")
-        above.axhline(swept.hindsight, color=LOOKS[HINDSIGHT].colour, linewidth=1.2, label="best static, in hindsight")
+        above.plot(reference.time_s, reference.alpha, color=LOOKS[POLICY].colour, linewidth=LOOKS[POLICY].width)
+        look = LOOKS[HINDSIGHT]
+        above.axhline(swept.hindsight, color=look.colour, linestyle=look.dashes, linewidth=look.width)
         above.set_ylabel("α, EMB's share of the pool")
         above.set_ylim(max(0.0, scenario.control.alpha_min - 0.05), scenario.control.alpha_max + 0.05)
         above.set_xlim(swept.part.start_ns / 1e9, swept.part.end_ns / 1e9)
-        tails = ", ".join(f"{title} {run.p99_ms:,.0f} ms" for title, run in runs.items())
-        above.set_title(f"{name}: P99 {tails}", loc="left")
+        above.set_title(f"{name}: the best α of each segment, and what it is worth", loc="left")
         looks = (LOOKS[POLICY], LOOKS[HINDSIGHT], LOOKS[DEPLOYABLE])
         for (title, run), look in zip(runs.items(), looks, strict=True):
             below.plot(
@@ -332,13 +332,13 @@ def draw_headroom(
                 color=look.colour,
                 linestyle=look.dashes,
                 linewidth=look.width,
-                label=title,
+                label=f"{title}: P99 {run.p99_ms:,.0f} ms",
             )
         _log_ms(below.yaxis, below.set_yscale)
         below.axhline(scenario.slo_ms, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), label="SLO")
         below.set_ylabel("P99 per 10 s (ms, log)")
         below.set_xlabel("time (s)")
-        figure.legend(loc="outside lower center", ncols=4, handlelength=2.2, columnspacing=1.2)
+        figure.legend(loc="outside lower center", ncols=3, handlelength=2.2, columnspacing=1.2)
         FigureCanvasAgg(figure)
         with atomic_file(path) as aside:
             figure.savefig(aside, format="png", metadata={"Software": "helm-rl"})

@@ -67,16 +67,14 @@ class Effort:
     begins once so many replays' worth of requests have been simulated.
     """
 
-    step: float = 0.1
+    step: float = 0.2
     finer: tuple[float, ...] = (0.04, 0.02)
     piece_s: float = 30.0
     piece_requests: int = 2_000
-    replays: float = 120.0
+    replays: float = 50.0
 
 
-FULL = Effort()
-LIGHT = Effort(step=0.2, replays=50.0)
-"""One that fits into 15 minutes per million requests, with the statics and the capacities, on two cores."""
+EFFORT = Effort()
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ def best_known(trace: Trace, swept: Sweep, optimum: Run) -> Reference:
 
 
 def reference(
-    scenario: Scenario, trace: Trace, swept: Sweep, optimum: Run, work: Work, effort: Effort = FULL
+    scenario: Scenario, trace: Trace, swept: Sweep, optimum: Run, work: Work, effort: Effort = EFFORT
 ) -> Reference:
     """Search for the schedule of least P99 and return the best of it, the per-segment optimum and every static.
 

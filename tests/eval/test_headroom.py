@@ -9,7 +9,7 @@ import pytest
 
 from eval.capacity import Capacity
 from eval.headroom import Args, Headroom, Room, answer, bootstrap_error, evaluate
-from eval.reference import LIGHT, best_known, segment_optimum
+from eval.reference import EFFORT, best_known, segment_optimum
 from eval.statistics import Floats
 from eval.sweep import Work, sweep
 from helm_rl.cli import main as cli
@@ -58,9 +58,9 @@ def made() -> Headroom:
     swept = sweep(scenario, trace, np.round(np.arange(0.1, 0.91, 0.02), 6), replay=FakeServing())
     schedule = segment_optimum(trace, swept)
     (optimum,) = work.run(scenario, trace, swept.part, [(schedule, float(schedule.alphas[0]), 0)])
-    room = Room(swept, optimum, best_known(trace, swept, optimum), 0.6, 42.0)
+    room = Room(swept, optimum, best_known(trace, swept, optimum), 0.6, EFFORT, 42.0)
     bears = {name: Capacity(1.5, 1.53, ()) for name in ("reference", "hindsight_static", "deployable_static")}
-    return Headroom(scenario, "burst", False, (room, room), 0.01, bears, LIGHT, 0.02)
+    return Headroom(scenario, "burst", False, (room, room), 0.01, bears, 0.02)
 
 
 def test_headroom_and_shift_of_known_curves(made: Headroom) -> None:

@@ -138,8 +138,8 @@ def report(found: Sequence[Found]) -> None:
 def _top(measured: Sequence[Found]) -> Table:
     table = Table(title=f"The {min(TOP, len(measured))} cells with the most headroom", title_justify="left")
     table.add_column("cell", no_wrap=True)
-    for title in ("req/s", "headroom", "planned", "2x mem.", "alpha*", "static", "P99 ms", "deployable"):
-        table.add_column(title, justify="right")
+    for title in ("req/s", "headroom", "planned", "2x mem.", "alpha*", "static", "ms", "deploy"):
+        table.add_column(title, justify="right", no_wrap=title in ("headroom", "alpha*"))
     for each in sorted(measured, key=lambda each: -each.headroom)[:TOP]:
         error = f" ± {100 * each.error:.1f}" if np.isfinite(each.error) else ""
         table.add_row(

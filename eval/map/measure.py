@@ -30,8 +30,8 @@ REACH_STEPS = 2
 FLAT_BOUND = 0.02
 """Where twice the memory gains less than this there is nothing to win: no fine grid is replayed, no shift sought."""
 HOPELESS = 3.0
-"""A static whose P99 must exceed this multiple of the least one so far, or of the SLO, is given up; it counts as just
-that slow."""
+"""A static whose P99, and that of the burst, must exceed this multiple of the least one so far, or of the SLO, is given
+up; it counts as just that slow."""
 NEAR = 0.1
 """How far from the best alphas of seed 1 the other seeds play the coarse grid."""
 
@@ -132,7 +132,7 @@ def measure(grid: Grid, cell: Cell, seed: int, prepared: Row, known: Row | None)
 
     def play(alpha: float, give_up: bool = True) -> None:
         limit_ms = HOPELESS * min(scenario.slo_ms, *whole.values()) if give_up else np.inf
-        latency_ms = player.play(player.static(alpha), limit_ms)
+        latency_ms = player.play(player.static(alpha), limit_ms, span)
         if latency_ms is None:
             whole[alpha] = burst[alpha] = limit_ms
         else:

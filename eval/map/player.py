@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from envs.serving.node import NodeSim, NodeSnapshot
-from eval.segments import measured_part
-from helm_rl.metrics import p99_ms
+from eval.segments import Span, measured_part
 
 if TYPE_CHECKING:
     from helm_rl.scenario import Scenario
@@ -52,15 +51,18 @@ class Player:
         self.start_ns = self._node.now_ns
         self._keep_ns = sorted(keep_ns)
         self._kept: list[_Kept] = []
-        # The nearest rank (helm_rl.metrics.quantile_ms) is at most a limit if no more than these are above it.
-        self._allowed = self.part.requests - max(1, int(np.ceil(np.round(0.99 * self.part.requests, 9))))
 
     def static(self, alpha: float) -> Schedule:
         """Return the schedule that stays at `alpha`."""
         return ((self.start_ns, alpha),)
 
-    def play(self, schedule: Schedule, limit_ms: float = np.inf) -> npt.NDArray[np.float32] | None:
-        """Return the latency of each request under `schedule`, float32[n]; None once P99 must exceed `limit_ms`."""
+    def play(
+        self, schedule: Schedule, limit_ms: float = np.inf, segment: Span | None = None
+    ) -> npt.NDArray[np.float32] | None:
+        """Return the latency of each request under `schedule`, float32[n]; None once P99 must exceed `limit_ms`.
+
+        With a `segment`, its own P99 must exceed the limit, too.
+        """
         node, times = self._node, [time_ns for time_ns, _ in schedule]
         started_ns = self._start(schedule)
         checks = range(self.part.start_ns + CHECK_NS, node.end_ns, CHECK_NS) if np.isfinite(limit_ms) else ()
@@ -72,7 +74,7 @@ class Player:
             node.run(until_ns)
             if until_ns in keep:
                 self._keep(until_ns, schedule)
-            lost = np.isfinite(limit_ms) and self._lost(until_ns, limit_ms)
+            lost = np.isfinite(limit_ms) and self._lost(until_ns, limit_ms, segment)
             if lost:
                 break
         served = np.searchsorted(self.trace.arrival_ns, [started_ns, node.now_ns])
@@ -81,7 +83,7 @@ class Player:
             return None
         node.empty_queues()
         latency_ms = node.latency_ms.copy()
-        if p99_ms(latency_ms[self.part.first :]) > limit_ms:
+        if self._lost(node.now_ns, limit_ms, segment):
             return None
         return latency_ms
 
@@ -99,13 +101,19 @@ class Player:
         self._kept.append(_Kept(time_ns, _head(schedule, time_ns), self._node.save()))
         del self._kept[:-MOST_KEPT]
 
-    def _lost(self, now_ns: int, limit_ms: float) -> bool:
-        """Whether so many measured requests have exceeded the limit, done or still there, that P99 must, too."""
+    def _lost(self, now_ns: int, limit_ms: float, segment: Span | None) -> bool:
+        """Whether so many requests have exceeded the limit, done or still there, that P99 must, too."""
+        parts = [(self.part.first, len(self.trace)), *([(segment.first, segment.last)] if segment is not None else [])]
         arrived = int(np.searchsorted(self.trace.arrival_ns, now_ns))
-        latency_ms = self._node.latency_ms[self.part.first : arrived]
-        age_ms = (now_ns - self.trace.arrival_ns[self.part.first : arrived]) * 1e-6
+        latency_ms = self._node.latency_ms[:arrived]
+        age_ms = (now_ns - self.trace.arrival_ns[:arrived]) * 1e-6
         slow = np.where(np.isnan(latency_ms), age_ms, latency_ms) > limit_ms
-        return int(slow.sum()) > self._allowed
+        return all(int(slow[first:last].sum()) > _allowed(last - first) for first, last in parts)
+
+
+def _allowed(count: int) -> int:
+    """Of so many requests, how many may exceed a limit that their P99 by nearest rank does not."""
+    return count - max(1, int(np.ceil(np.round(0.99 * count, 9))))
 
 
 def _head(schedule: Schedule, time_ns: int) -> Schedule:

@@ -24,6 +24,8 @@ def run(grid: Grid, seeds: int, jobs: int, store: Store) -> None:
 
     Each result is stored as it comes; an interrupt loses those that are being measured.
     """
+    if _complete(grid, seeds, store):
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     left = (TextColumn("left"), TimeRemainingColumn())
     with (
@@ -36,7 +38,7 @@ def run(grid: Grid, seeds: int, jobs: int, store: Store) -> None:
                 (prepare, (grid, setting), 1.0) for setting in settings if store.get(setting.key) is None
             ]
             _work(pool, progress, store, f"loads of {len(settings)} settings", preparations, len(settings))
-            cells = [cell for cell in grid.cells() if prepared(store, cell)["rate"] is not None]
+            cells = _in_reach(grid, store)
             total = sum(expected_requests(store, cell) for cell in cells)
             _work(pool, progress, store, f"{len(cells)} cells, seed 1", _measurements(grid, cells, [1], store), total)
             others = range(2, seeds + 1)
@@ -47,7 +49,18 @@ def run(grid: Grid, seeds: int, jobs: int, store: Store) -> None:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.terminate()
+                process.join()
             raise
+
+
+def _complete(grid: Grid, seeds: int, store: Store) -> bool:
+    if any(store.get(setting.key) is None for setting in grid.settings()):
+        return False
+    return not _measurements(grid, _in_reach(grid, store), range(1, seeds + 1), store)
+
+
+def _in_reach(grid: Grid, store: Store) -> list[Cell]:
+    return [cell for cell in grid.cells() if prepared(store, cell)["rate"] is not None]
 
 
 def prepared(store: Store, cell: Cell) -> Row:

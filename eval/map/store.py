@@ -55,10 +55,6 @@ class Store:
         """Return a result, None if it is not there yet."""
         return self.rows.get((key, seed))
 
-    def missing(self, wanted: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return those of `wanted` that are not there yet, in order."""
-        return [each for each in wanted if each not in self.rows]
-
     def _read(self) -> None:
         """Read what is there; a last line that was not finished is cut off."""
         if not self._path.exists():

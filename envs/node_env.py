@@ -8,29 +8,23 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import numpy.typing as npt
 from gymnasium import spaces
 
+from envs.episode import FloatArray, Observer, check_episode_s, draw_episode, telemetry_seed, warm_up_ends
 from envs.serving.node import NodeSim
 from envs.training_traces import TrainingTraces, reward
 from helm_rl import observation
 from helm_rl.errors import UserError
-from helm_rl.observation import ObservationBuilder
 from helm_rl.scenario import Scenario, load_scenario
 from helm_rl.workloads.trace import Trace
-
-FloatArray = npt.NDArray[np.float32]
-
-_SECOND_NS = 1_000_000_000
-_WARM_S = 30.0
-_DEFAULT_EPISODE_S = 300.0
 
 
 class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
     """A node that serves a generative recommender under trace-driven load.
 
     ## Observation
-    Schema v1, `Box(17,)` float32 within [-1, 1]: see `helm_rl.observation`.
+    Schema v1, `Box(17,)` float32 within [-1, 1]: see `helm_rl.observation`. Where the scenario's telemetry is late or
+    lost, it is the last that arrived; zeros before the first.
 
     ## Action
     `Box(-1, 1, (1,))` float32: the rate at which the target alpha changes, in units of the scenario's
@@ -84,14 +78,16 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
         self._traces = traces
         self._interval_ns = traces.interval_ns
         self._paired = paired
-        if episode_s is not None and not self._interval_ns <= episode_s * 1e9 < math.inf:
+        if self.scenario.hardware.nodes != 1:
             raise UserError(
-                f"episode_s must be at least one interval ({self.scenario.control.interval_s:g} s), got {episode_s}"
+                f"scenario {self.scenario.name} has hardware.nodes = {self.scenario.hardware.nodes}: this is one node; "
+                "helm_rl/HelmCluster-v0 serves with several"
             )
+        check_episode_s(episode_s, self.scenario)
         self._episode_s = episode_s
         self.observation_space = spaces.Box(observation.LOW, observation.HIGH, dtype=np.float32)
         self.action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
-        self._builder = ObservationBuilder(self.scenario.slo_ms)
+        self._observer = Observer(self.scenario)
         self._node: NodeSim | None = None
 
     def reset(
@@ -104,38 +100,23 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
         """
         super().reset(seed=seed)
         self._node = None  # a reset that is refused leaves nothing to step
-        chosen = options or {}
-        unknown = set(chosen) - {"trace", "start", "alpha"}
-        if unknown:
-            raise UserError(f"unknown reset options {sorted(unknown)}; known: trace, start, alpha")
-        control = self.scenario.control
-        i = int(chosen.get("trace", self.np_random.integers(len(self._traces))))
-        if not 0 <= i < len(self._traces):
-            raise UserError(f"option trace must be in [0, {len(self._traces)}), got {i}")
-        trace = self._traces.trace(i)
-        intervals = self._traces.intervals(i)
-        if intervals < 1:
-            raise UserError(
-                f"trace {trace.meta.name} has less than one interval ({control.interval_s:g} s) after its warm-up"
-            )
-        asked_s = _DEFAULT_EPISODE_S if self._episode_s is None else self._episode_s
-        self._steps_left = min(intervals, max(1, round(asked_s / control.interval_s)))
-        self._k = int(chosen.get("start", self.np_random.integers(intervals - self._steps_left + 1)))
-        if not 0 <= self._k < intervals:
-            raise UserError(f"option start must be in [0, {intervals}), got {self._k}")
-        self._steps_left = min(self._steps_left, intervals - self._k)
-        alpha = float(chosen.get("alpha", self.np_random.uniform(control.alpha_min, control.alpha_max)))
-        if not control.alpha_min <= alpha <= control.alpha_max:
-            raise UserError(f"option alpha must be in [{control.alpha_min:g}, {control.alpha_max:g}], got {alpha}")
-        self._reference = self._traces.reference(i) if self._paired else np.zeros(intervals)
-        start = trace.meta.measure_from_ns + self._k * self._interval_ns
-        begin = max(start - round(_WARM_S * 1e9), min(int(trace.arrival_ns[0]), start))
-        self._node = NodeSim(self.scenario, trace, alpha, start_ns=begin)
-        self._start_ns = start
-        self._builder.reset()
-        for end in self._warm_up_ends(begin, start):
+        episode = draw_episode(self._traces, self.np_random, options, self._episode_s)
+        self._steps_left, self._k = episode.steps, episode.first
+        self._reference = (
+            self._traces.reference(episode.trace) if self._paired else np.zeros(self._traces.intervals(episode.trace))
+        )
+        self._node = NodeSim(
+            self.scenario,
+            self._traces.trace(episode.trace),
+            float(episode.alpha[0]),
+            start_ns=episode.begin_ns,
+            served=self._traces.served(episode.trace),
+        )
+        self._start_ns = episode.start_ns
+        self._observer.reset(telemetry_seed(self.scenario, self.np_random))
+        for end in warm_up_ends(episode, self._interval_ns):
             window = self._node.run(end)
-            obs = self._builder.update(window)
+            obs = self._observer.see(window)
         return obs, self._info(window)
 
     def step(self, action: FloatArray) -> tuple[FloatArray, float, bool, bool, dict[str, Any]]:
@@ -156,16 +137,7 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
         earned = reward(window, self.scenario, window.alpha - before) - float(self._reference[self._k])
         self._k += 1
         self._steps_left -= 1
-        return self._builder.update(window), earned, False, self._steps_left == 0, self._info(window)
-
-    def _warm_up_ends(self, begin: int, start: int) -> list[int]:
-        """Return the ends of the windows before an episode: intervals in the last second, which is observed."""
-        ends = [start]
-        while True:
-            step_ns = self._interval_ns if start - ends[-1] < _SECOND_NS else max(self._interval_ns, _SECOND_NS)
-            if ends[-1] - step_ns <= begin:
-                return ends[::-1]
-            ends.append(ends[-1] - step_ns)
+        return self._observer.see(window), earned, False, self._steps_left == 0, self._info(window)
 
     def _info(self, window: Any) -> dict[str, Any]:
         return {"alpha": window.alpha, "target": window.target, "p99_ms": window.p99_ms, "window": window}

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from envs.serving.node import NodeSim
+from envs.serving.cluster import ClusterSim, ClusterWindow
+from envs.serving.node import NodeSim, ServedTrace
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from helm_rl.scenario import Scenario
@@ -43,6 +44,7 @@ class TrainingTraces:
         self.interval_ns = round(scenario.control.interval_s * 1e9)
         self._traces: list[Trace | None] = list(traces) if traces is not None else [None] * count
         self._first_seed = SEEDS_FROM + count * seed
+        self._served: list[ServedTrace | None] = [None] * len(self._traces)
         self._references: list[npt.NDArray[np.float64] | None] = [None] * len(self._traces)
         self._locks = [threading.RLock() for _ in self._traces]
 
@@ -59,26 +61,43 @@ class TrainingTraces:
 
     def intervals(self, i: int) -> int:
         """Return the number of whole intervals of trace i from the start of measurement to its end."""
-        trace = self.trace(i)
-        return int((trace.arrival_ns[-1] - trace.meta.measure_from_ns) // self.interval_ns)
+        return self._intervals(self.trace(i))
+
+    def served(self, i: int) -> ServedTrace:
+        """Return trace i as the simulators take it."""
+        with self._locks[i]:
+            served = self._served[i]
+            if served is None:
+                served = self._served[i] = ServedTrace(self.scenario, self.trace(i))
+            return served
 
     def reference(self, i: int) -> npt.NDArray[np.float64]:
-        """Return what a static split of REFERENCE_ALPHA earns on trace i, [intervals]."""
+        """Return what a static split of REFERENCE_ALPHA, on every node, earns on trace i, [intervals]."""
         with self._locks[i]:
             reference = self._references[i]
             if reference is None:
-                trace = self.trace(i)
-                node = NodeSim(self.scenario, trace, REFERENCE_ALPHA)
-                start = trace.meta.measure_from_ns
-                node.run(max(start, node.now_ns))
-                reference = np.array(
-                    [
-                        reward(node.run(start + (k + 1) * self.interval_ns), self.scenario, moved=0.0)
-                        for k in range(self.intervals(i))
-                    ]
-                )
-                self._references[i] = reference
+                reference = self._references[i] = self._earn(self.trace(i), self.served(i))
             return reference
+
+    def _earn(self, trace: Trace, served: ServedTrace) -> npt.NDArray[np.float64]:
+        start = trace.meta.measure_from_ns
+        ends = [start + (k + 1) * self.interval_ns for k in range(self._intervals(trace))]
+        if is_cluster(self.scenario):
+            cluster = ClusterSim(self.scenario, trace, REFERENCE_ALPHA, served=served)
+            still = np.zeros(len(cluster.nodes))
+            cluster.run(max(start, cluster.now_ns))
+            return np.array([cluster_reward(cluster.run(end), self.scenario, still) for end in ends])
+        node = NodeSim(self.scenario, trace, REFERENCE_ALPHA, served=served)
+        node.run(max(start, node.now_ns))
+        return np.array([reward(node.run(end), self.scenario, moved=0.0) for end in ends])
+
+    def _intervals(self, trace: Trace) -> int:
+        return int((trace.arrival_ns[-1] - trace.meta.measure_from_ns) // self.interval_ns)
+
+
+def is_cluster(scenario: Scenario) -> bool:
+    """Return whether a scenario needs a cluster to be served: several nodes, or one that is lost."""
+    return scenario.hardware.nodes > 1 or bool(scenario.event)
 
 
 def reward(window: WindowStats, scenario: Scenario, moved: float) -> float:
@@ -90,3 +109,11 @@ def reward(window: WindowStats, scenario: Scenario, moved: float) -> float:
     served = max(window.completed, 1)
     latency = window.log_latency_sum / served + weights.tail_weight * window.excess_sum / served
     return -latency - weights.move_cost * abs(moved)
+
+
+def cluster_reward(window: ClusterWindow, scenario: Scenario, moved: npt.NDArray[np.floating]) -> float:
+    """Return the mean of the rewards of the nodes that are up, 0 where none is. moved: alpha moved by each, [N]."""
+    earned = [
+        reward(node, scenario, float(own)) for node, own in zip(window.nodes, moved, strict=True) if node is not None
+    ]
+    return float(np.mean(earned)) if earned else 0.0

@@ -1,19 +1,21 @@
-"""A vector environment of nodes, stepped on threads: the compiled loop releases the GIL."""
+"""A vector environment of nodes or clusters, stepped on threads: the compiled loop releases the GIL."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from envs.node_env import FloatArray, HelmNodeEnv
-from envs.training_traces import TrainingTraces
+from envs.cluster_env import HelmClusterEnv
+from envs.episode import FloatArray
+from envs.node_env import HelmNodeEnv
+from envs.training_traces import TrainingTraces, is_cluster
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.trace import Trace
@@ -22,18 +24,21 @@ T = TypeVar("T")
 
 
 class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
-    """`num_envs` nodes under one scenario; an episode that ends is reset in the same step.
+    """`num_envs` nodes, or clusters of them; an episode that ends is reset in the same step.
 
     It behaves as gymnasium's `SyncVectorEnv` over `HelmNodeEnv` with AutoresetMode.SAME_STEP does, infos included:
     where an episode ends, `final_obs` and `final_info` hold its end, the mask `_final_obs` says where that is, and the
     rest is the next episode's start. Results do not depend on the number of threads.
 
+    Where a scenario has several nodes, or events, its environments are `HelmClusterEnv`. Of several scenarios,
+    environment i serves the one at i modulo their number; they must have equally many nodes.
+
     Args:
-        num_envs: number of nodes.
-        scenario: what they serve.
+        num_envs: number of environments.
+        scenario: what they serve, or several scenarios.
         seed: of the training traces.
-        traces: arrivals to use instead of generated ones.
-        trace_count: traces to generate.
+        traces: arrivals to use instead of generated ones; of several scenarios, a sequence for each.
+        trace_count: traces to generate for each scenario.
         episode_s, paired: see `HelmNodeEnv`.
         threads: default: the cores that the process may use.
     """
@@ -41,9 +46,9 @@ class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
     def __init__(
         self,
         num_envs: int,
-        scenario: Scenario,
+        scenario: Scenario | Sequence[Scenario],
         seed: int = 0,
-        traces: Sequence[Trace] | None = None,
+        traces: Sequence[Trace] | Sequence[Sequence[Trace]] | None = None,
         *,
         trace_count: int = 8,
         episode_s: float | None = None,
@@ -57,8 +62,23 @@ class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
             raise UserError(f"threads must be at least 1, got {threads}")
         self.num_envs = num_envs
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-        shared = TrainingTraces(scenario, traces, count=trace_count, seed=seed)
-        self.envs = [HelmNodeEnv(traces=shared, episode_s=episode_s, paired=paired) for _ in range(num_envs)]
+        shared = [
+            TrainingTraces(each, given, count=trace_count, seed=seed) for each, given in _each_with(scenario, traces)
+        ]
+        sets = [shared[i % len(shared)] for i in range(num_envs)]
+        self.envs = [
+            (HelmClusterEnv if is_cluster(each.scenario) else HelmNodeEnv)(
+                traces=each, episode_s=episode_s, paired=paired
+            )
+            for each in sets
+        ]
+        for env in self.envs:
+            if env.observation_space != self.envs[0].observation_space:
+                raise UserError(
+                    f"scenarios {self.envs[0].scenario.name} and {env.scenario.name} have observations of shapes "
+                    f"{self.envs[0].observation_space.shape} and {env.observation_space.shape}; those of one vector "
+                    "environment must be alike: equally many hardware.nodes, with [[event]] tables in all or in none"
+                )
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -110,3 +130,18 @@ class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
 
     def _map(self, work: Callable[[int], T]) -> list[T]:
         return list(self._threads.map(work, range(self.num_envs)))
+
+
+def _each_with(
+    scenario: Scenario | Sequence[Scenario], traces: Sequence[Trace] | Sequence[Sequence[Trace]] | None
+) -> list[tuple[Scenario, Sequence[Trace] | None]]:
+    """Return each scenario with its own traces."""
+    if isinstance(scenario, Scenario):
+        return [(scenario, cast(Sequence[Trace] | None, traces))]
+    if not scenario:
+        raise UserError("no scenario was given: at least one is needed")
+    if traces is None:
+        return [(each, None) for each in scenario]
+    if len(traces) != len(scenario):
+        raise UserError(f"one set of traces per scenario: {len(traces)} for {len(scenario)}")
+    return list(zip(scenario, cast(Sequence[Sequence[Trace]], traces), strict=True))

@@ -287,3 +287,31 @@ def test_short_intervals_cover_a_second() -> None:
     assert named["hot_user_ratio"] == pytest.approx(window.returning / window.arrivals)
     assert named["kv_hit_rate"] == pytest.approx(window.history_tokens_hit / window.history_tokens)
     assert named["link_util"] == pytest.approx(window.link_busy_ns / SECOND, rel=1e-4)
+
+
+def test_telemetry_that_is_lost_repeats_the_last_observation(load: tuple[Scenario, Trace]) -> None:
+    """What is lost follows from the reset's seed; the reward is that of what really happened."""
+    small, made = load
+    lossy = small.model_copy(update={"telemetry": scenario(telemetry__loss=0.5).telemetry})
+    runs = []
+    for each, seed in ((small, 1), (lossy, 1), (lossy, 1), (lossy, 2)):
+        env = HelmNodeEnv(each, made, episode_s=10, paired=False)
+        env.reset(seed=seed, options={"start": 2, "alpha": 0.5})
+        runs.append([env.step(UP) for _ in range(20)])
+    whole, one, same, other = ([step[0].tolist() for step in run] for run in runs)
+    assert one == same != other
+    fresh = [k for k in range(1, 20) if one[k] != one[k - 1]]
+    assert 4 <= len(fresh) <= 15
+    assert all(len({tuple(row) for row in rows}) == 20 for rows in (whole,))
+    assert [step[1] for step in runs[0]] == [step[1] for step in runs[1]]
+
+
+def test_telemetry_that_has_not_arrived_is_zeros(load: tuple[Scenario, Trace]) -> None:
+    small, made = load
+    late = small.model_copy(update={"telemetry": scenario(telemetry__delay_s=8.0).telemetry})
+    env = HelmNodeEnv(late, made, episode_s=10, paired=False)
+    obs, _ = env.reset(seed=1, options={"start": 0, "alpha": 0.5})  # 4 s of warm-up
+    assert not obs.any()
+    rows = [env.step(STAY)[0] for _ in range(10)]
+    assert not rows[5].any()
+    assert rows[9].any()

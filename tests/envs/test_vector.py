@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import gymnasium as gym
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from envs.cluster_env import HelmClusterEnv
 from envs.node_env import HelmNodeEnv
 from envs.training_traces import TrainingTraces
 from envs.vector import NodeVectorEnv
@@ -29,7 +31,8 @@ def load() -> tuple[Scenario, list[Trace]]:
 
 def rollout(env: gym.vector.VectorEnv[Any, Any, Any], seed: int | list[int]) -> list[Any]:
     results: list[Any] = [env.reset(seed=seed)]
-    actions = np.random.default_rng(0).uniform(-1, 1, (STEPS, env.num_envs, 1)).astype(np.float32)
+    size = (STEPS, env.num_envs, *env.single_action_space.shape)  # type: ignore[misc]
+    actions = np.random.default_rng(0).uniform(-1, 1, size).astype(np.float32)
     results += [env.step(action) for action in actions]
     env.close()
     return results
@@ -118,6 +121,33 @@ def test_generated_traces_follow_from_the_seed() -> None:
     assert not np.array_equal(results[0][0][0], results[2][0][0])
 
 
+def test_clusters_and_several_scenarios(load: tuple[Scenario, list[Trace]]) -> None:
+    """Environment i serves scenario i modulo their number, with traces of its own, whatever the number of threads."""
+    calm, busy = (scenario(seconds=6, hardware__nodes=2, load__rate=rate, **QUICK) for rate in (60, 200))
+    traces = [[generate(each, seed) for seed in (1, 2)] for each in (calm, busy)]
+    sets = [TrainingTraces(each, own) for each, own in zip((calm, busy), traces, strict=True)]
+    makers = [functools.partial(HelmClusterEnv, traces=sets[k], episode_s=2) for k in (0, 1, 0)]
+    single = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    expected = rollout(single, 40)
+    for threads in (1, 3):
+        env = NodeVectorEnv(3, [calm, busy], traces=traces, episode_s=2, threads=threads)
+        assert [each.scenario for each in env.envs] == [calm, busy, calm]
+        got = rollout(env, 40)
+        assert_same(got, expected)
+    assert got[0][0].shape == (3, 2, 17)
+    assert got[1][4]["alpha"].shape == (3, 2)
+    assert got[1][4]["up"].tolist() == [[True, True]] * 3
+
+
+def test_scenarios_bring_generated_traces_of_their_own() -> None:
+    calm, busy = (scenario(seconds=4, load__rate=rate, **QUICK) for rate in (60, 200))
+    env = NodeVectorEnv(2, [calm, busy], trace_count=1, episode_s=2, paired=False)
+    env.reset(seed=0)
+    arrivals = env.step(np.zeros((2, 1), np.float32))[4]["window"]
+    assert 2 * arrivals[0].arrivals < arrivals[1].arrivals
+    env.close()
+
+
 def test_metadata_and_spaces(load: tuple[Scenario, list[Trace]]) -> None:
     env = NodeVectorEnv(2, load[0], traces=load[1])
     assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
@@ -136,6 +166,13 @@ def test_what_cannot_be_is_refused(load: tuple[Scenario, list[Trace]]) -> None:
         NodeVectorEnv(1, small, threads=0)
     with pytest.raises(UserError, match="no traces were given"):
         NodeVectorEnv(1, small, traces=[])
+    two = scenario(seconds=8, hardware__nodes=2, **QUICK)
+    with pytest.raises(UserError, match=r"shapes \(17,\) and \(2, 17\).*equally many hardware.nodes"):
+        NodeVectorEnv(2, [small, two])
+    with pytest.raises(UserError, match="no scenario was given"):
+        NodeVectorEnv(2, [])
+    with pytest.raises(UserError, match="one set of traces per scenario: 1 for 2"):
+        NodeVectorEnv(2, [small, small], traces=[traces])
     env = NodeVectorEnv(2, small, traces=traces)
     env.reset(seed=0)
     with pytest.raises(ValueError, match="one action per environment: 3 for 2"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -163,7 +163,7 @@ FIELDS: dict[str, tuple[str, Literal["lower", "higher"]]] = {
 @dataclass(frozen=True)
 class Alphas:
     """whole: the best static of a burst and what is around it; cold, hot: of the base load alone, of the burst's
-    settled half; threshold: hot-user ratio between them. NaN: not asked for.
+    settled half; threshold: hot-user ratio between them. NaN: not needed.
     """
 
     whole: float
@@ -280,7 +280,11 @@ class Result:
 
 def measure(args: Args, scenario: Scenario, work: Work) -> Result:
     """Find the alphas on one node, then serve every draw by every router and in every way."""
-    found = _find_alphas(args, scenario, work)
+    found = Alphas(*[float("nan")] * 4)
+    if args.bursts or args.alpha is None:
+        found = find_alphas(scenario, work, args.seed)
+    if args.alpha is not None:
+        found = replace(found, whole=args.alpha)
     one, several = (stretch(scenario, bursts, args.nodes) for bursts in (1, args.bursts))
     routers: dict[str, list[Served]] = {router: [] for router in args.routers}
     ways: dict[str, list[Served]] = {way: [] for way in WAYS if args.bursts}
@@ -349,21 +353,16 @@ def _way(scenario: Scenario, way: str) -> Scenario:
     return _with_router(sudden, NAIVE_ROUTER if way == NAIVE else "helm")
 
 
-def _find_alphas(args: Args, scenario: Scenario, work: Work) -> Alphas:
+def find_alphas(scenario: Scenario, work: Work, seed: int) -> Alphas:
     """Find the statics and the threshold on one node and on arrivals that are not evaluated."""
-    whole = cold = hot = threshold = float("nan")
-    if args.bursts or (args.routers and args.alpha is None):
-        one = stretch(scenario, 1, 1)
-        trace = generate(one, STEADY_SEEDS_FROM + args.seed)
-        work.describe("one node's statics")
-        found = sweep_adaptively(one, trace, work)
-        whole = found.whole.best
-        spans = zip(found.part.spans, found.settled, strict=True)
-        hot = float(np.mean([each.best for span, each in spans if span.label != BASE]))
-        threshold = _middle(one, trace)
-    if args.bursts:
-        cold = steady_optimum(one, work, 1, args.seed, STEP)[1]
-    return Alphas(whole if args.alpha is None else args.alpha, cold, hot, threshold)
+    one = stretch(scenario, 1, 1)
+    trace = generate(one, STEADY_SEEDS_FROM + seed)
+    work.describe("one node's statics")
+    found = sweep_adaptively(one, trace, work)
+    spans = zip(found.part.spans, found.settled, strict=True)
+    hot = float(np.mean([each.best for span, each in spans if span.label != BASE]))
+    cold = steady_optimum(one, work, 1, seed, STEP)[1]
+    return Alphas(found.whole.best, cold, hot, _middle(one, trace))
 
 
 def _middle(scenario: Scenario, trace: Trace) -> float:
@@ -495,16 +494,19 @@ def _check(args: Args, scenario: Scenario) -> None:
         raise UserError("there is nothing to measure: name --routers, or --bursts above 0")
     if args.plot is not None and not args.bursts:
         raise UserError("--plot draws bursts, and --bursts 0 leaves them out")
-    if not scenario.load.phase:
-        raise UserError(
-            f"scenario {scenario.name} has no [[load.phase]], so no bursts; name one that has, such as burst"
-        )
-    if scenario.hardware.nodes != 1 or scenario.event:
-        raise UserError(
-            f"scenario {scenario.name}: hardware.nodes must be 1, without events; --nodes says how many there are"
-        )
+    check_bursts(scenario)
     if args.alpha is not None and not scenario.control.alpha_min <= args.alpha <= scenario.control.alpha_max:
         raise UserError(
             f"--alpha must lie in the scenario's {scenario.control.alpha_min:g} to {scenario.control.alpha_max:g}, "
             f"got {args.alpha}"
         )
+
+
+def check_bursts(scenario: Scenario) -> None:
+    """Raise UserError unless the scenario is of one node, with bursts."""
+    if not scenario.load.phase:
+        raise UserError(
+            f"scenario {scenario.name} has no [[load.phase]], so no bursts; name one that has, such as burst"
+        )
+    if scenario.hardware.nodes != 1 or scenario.event:
+        raise UserError(f"scenario {scenario.name} must be of one node, hardware.nodes = 1, without [[event]] tables")

@@ -115,6 +115,7 @@ def test_the_commands_of_this_release() -> None:
         "eval p99",
         "eval ratio-gap",
         "eval routing",
+        "eval telemetry",
         "eval headroom",
         "eval map",
         "bench engine",

@@ -61,7 +61,7 @@ def test_ratios_are_of_the_same_draw() -> None:
 
 
 def test_from_start_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.telemetry.find_alphas", lambda *_: Alphas(0.5, 0.8, 0.15, 0.7))
+    monkeypatch.setattr("eval.telemetry.find_alphas", lambda *_: Alphas(0.7, 0.75, 0.65, 0.7))
     path = tmp_path / "tiny.toml"
     path.write_text(SCENARIO)
     main(Args(scenario=str(path), seeds=1, json=tmp_path / "figures.json"))
@@ -71,7 +71,7 @@ def test_from_start_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert figures["telemetry.late_30s.ratio"]["value"] != 1.0
     assert figures["telemetry.sampled_hundredth.ratio"]["value"] != 1.0
     shown = capsys.readouterr().out
-    assert "a rule: alpha 0.80, above a hot-user ratio of 0.70 0.15" in shown
+    assert "a rule: alpha 0.75, above a hot-user ratio of 0.70 0.65" in shown
     assert "30 s late" in shown
 
 

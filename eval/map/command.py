@@ -62,6 +62,8 @@ class Args:
     """Hardware profile."""
     pool_gib: float = 48.0
     """GPU memory that the two caches share, in GiB."""
+    link_gb_s: float | None = None
+    """GB/s over which missing embedding rows come; without it, the profile's for each link."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the figures here, for machines."""
     overwrite: bool = False
@@ -107,6 +109,7 @@ def _grid(args: Args) -> Grid:
         args.loads,
         args.hardware,
         args.pool_gib,
+        args.link_gb_s,
     )
     grid.check()
     return grid

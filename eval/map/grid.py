@@ -100,6 +100,7 @@ class Grid:
     loads: tuple[str, ...] = tuple(LOADS)
     hardware: str = "a100-80g"
     pool_gib: float = 48.0
+    link_gb_s: float | None = None
 
     def settings(self) -> list[Setting]:
         """All settings, in an order of which every part is a balanced picture of the whole."""
@@ -148,6 +149,7 @@ class Grid:
                 "hardware": {
                     "profile": self.hardware,
                     "link": setting.link,
+                    "link_gb_s": self.link_gb_s,
                     "pool_gib": self.pool_gib,
                     "kv_host_gib": setting.host_gib,
                 },
@@ -197,8 +199,9 @@ class Grid:
         for gib in self.host_gib:
             if not 0 <= gib <= 100_000:
                 raise UserError(f"--host-gib must lie in 0 to 100,000, got {gib:g}")
-        if not 0 < self.pool_gib <= 10_000:
-            raise UserError(f"--pool-gib must lie in 0 to 10,000, got {self.pool_gib:g}")
+        for option, value in (("--pool-gib", self.pool_gib), ("--link-gb-s", self.link_gb_s)):
+            if value is not None and not 0 < value <= 10_000:
+                raise UserError(f"{option} must be above 0 and at most 10,000, got {value:g}")
         for model in self.models:
             one = replace(self, models=(model,)).settings()[0]
             scenario = self.scenario(one, 100.0)
@@ -207,6 +210,7 @@ class Grid:
     def options(self) -> dict[str, Any]:
         """What results depend on, for a later run to compare: the grid, the load's shape, the profiles behind it."""
         found = asdict(self)
+        del found["link_gb_s"]  # it is in those of the links below
         for model in self.models:
             scenario = self.scenario(replace(self, models=(model,)).settings()[0], 100.0)
             found[f"profile {model}"] = asdict(resolve_model(scenario.model)) | {"slo_ms": scenario.slo_ms}

@@ -59,6 +59,7 @@ def test_every_cell_comes_once_and_a_part_of_them_is_balanced() -> None:
         ({"host_gib": (0.0, 0.0)}, "--host-gib names a value twice: 0.0 0.0"),
         ({"host_gib": (float("nan"),)}, "--host-gib must lie in"),
         ({"pool_gib": 79.9}, "hardware.pool_gib = 79.9 does not fit beside"),
+        ({"link_gb_s": 0.0}, "--link-gb-s must be above 0 and at most 10,000, got 0"),
         ({"hardware": "abacus"}, "hardware.profile = 'abacus' is unknown"),
     ],
 )
@@ -66,3 +67,12 @@ def test_what_cannot_be_mapped_is_refused(fields: dict[str, Any], message: str) 
     with pytest.raises(UserError) as error:
         Grid(**fields).check()
     assert message in str(error.value)
+
+
+def test_options_tell_apart_what_gives_other_results() -> None:
+    usual = Grid().options()
+    assert usual["GB/s of remote-ps"] == 1.5
+    assert Grid(link_gb_s=1.5).options()["GB/s of remote-ps"] == 1.5
+    assert Grid(link_gb_s=0.4).options()["GB/s of local-host"] == 0.4
+    assert usual["profile decoder-1.5b"]["slo_ms"] == 200.0
+    assert usual == Grid().options() != Grid(pool_gib=24.0).options()

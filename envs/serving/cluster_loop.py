@@ -80,19 +80,22 @@ def run(cluster: ClusterState, until_ns: int) -> None:
 @kernel
 def place(cluster: ClusterState, i: int, now_ns: int) -> None:
     """Send request `i`, which comes to the cluster at `now_ns`, to a node."""
-    router = cluster.router
-    nodes = cluster.next_ns.size
-    for k in range(nodes):
+    for k in range(cluster.next_ns.size):
         if cluster.next_ns[k] <= now_ns:
             _advance(cluster, k, now_ns)
-    _look_around(cluster, i, now_ns)
-    user = cluster.requests.user[i]
-    k = choose(router, user, i)
+    k = decide(cluster, i, now_ns)
     if k == NOWHERE:
         latency.shed(cluster.refused, i)
         return
     cluster.node_of[i] = k
     _serve(cluster.nodes[k], i, now_ns, cluster.next_ns[k : k + 1], cluster.idle_ns[k : k + 1], cluster.emb[k])
+
+
+@inner
+def decide(cluster: ClusterState, i: int, now_ns: int) -> int:
+    """Return the node for request `i`, NOWHERE if none is up: all that routing is, the look at the nodes included."""
+    _look_around(cluster, i, now_ns)
+    return choose(cluster.router, cluster.requests.user[i], i)
 
 
 @inner

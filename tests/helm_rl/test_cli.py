@@ -119,6 +119,7 @@ def test_the_commands_of_this_release() -> None:
         "eval headroom",
         "eval map",
         "bench engine",
+        "bench decision",
         "bench env",
         "bench live",
         "bench model",

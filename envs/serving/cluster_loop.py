@@ -169,5 +169,5 @@ def _serve(
     idle_ns[0] = now_ns + np.int64(min(queues.backlog_ns(node.queue, now_ns), 2.0**60))
     for phase in range(emb.size):
         hot = node.rows.hot_fraction[phase]
-        tail_missing = min(1.0, node.miss_rate[loop.TAIL]) * node.rows.tail_share[0]
-        emb[phase] = 1.0 - (1.0 - hot) * tail_missing - hot * node.miss_rate[1 + phase]
+        tail_missing = min(1.0, node.miss_rate[loop.FRESH]) * node.rows.tail_share[0]
+        emb[phase] = 1.0 - (1.0 - hot) * tail_missing - hot * node.miss_rate[loop.HOT + phase]

@@ -571,7 +571,7 @@ def _request_rows(
     candidates: int,
 ) -> int:
     """Write the rows of tokens [first, last) of the history and of the candidates to `keys`; return how many."""
-    tail, hot = history_rows(rows, keys, request, user, phase, first, last)
+    tail, hot = history_rows(rows, keys, 0, request, user, phase, first, last)
     n = candidate_rows(rows, keys, tail + hot, request, phase, candidates, 1)
     return candidate_rows(rows, keys, n, request, phase, candidates, 0)
 

@@ -61,9 +61,13 @@ BUDGET = 9  # fraction of a page carried from tick to tick
 REFILL_NS = 10  # work in the background that was done and whose rows were not yet admitted
 N_WINDOW = 11
 
-TAIL = 0  # class of rows; the hot set of phase f is class 1 + f
-# Sampled lookups over which a class's miss rate is smoothed: its standard error is below .004.
-SMOOTHING = 20_000.0
+# Classes of rows, whose miss rates differ by orders of magnitude. Of the law's tail: those of new tokens, of candidates
+# and of the histories of users who come for the first time; and those that were read before, when the user came last.
+FRESH, REREAD = 0, 1
+HOT = 2  # the hot set of phase f is class HOT + f
+# Sampled lookups over which a class's miss rate is smoothed. Fewer, and it is noise; more, and it lags behind the load:
+# with four times as many, the seconds after a burst's begin were charged up to 8 % too little.
+SMOOTHING = 5_000.0
 REFILL_ROWS = 256  # looked at at a time
 _REFILL_SCAN = 16_384  # of those that are cached, on each tick
 _DRAIN_LIMIT_NS = np.int64(10_000_000_000)
@@ -78,6 +82,7 @@ class Requests(NamedTuple):
     history: npt.NDArray[np.int32]  # [n] tokens
     new: npt.NDArray[np.int32]  # [n] tokens
     returning: npt.NDArray[np.bool_]  # [n] the user came within the last 60 s
+    again: npt.NDArray[np.bool_]  # [n] the user came before
 
 
 class Node(NamedTuple):
@@ -228,7 +233,6 @@ def _stop_refill(node: Node, tick: int) -> None:
 def serve(node: Node, i: int, now_ns: int) -> None:
     """Take up request `i`, which comes to this node at `now_ns`; the node has been advanced to that time."""
     params, window, queue, requests = node.params, node.window, node.queue, node.requests
-    phase = np.int64(requests.phase[i])
     history = np.int64(requests.history[i])
     measured = latency.weight(queue.measured, i)
     window[ARRIVALS] += 1
@@ -245,18 +249,11 @@ def serve(node: Node, i: int, now_ns: int) -> None:
     window[TOKENS_HIT] += measured * prefix
     ghost.access(node.kv_ghost, requests.user[i], float(pages), float(pages))
 
-    hot = 1 + phase
     _look_up(node, i, prefix)
-    tokens = history - prefix
-    candidates = params[CANDIDATES]
-    total = (float(tokens) + candidates) * params[ROWS_PER_TOKEN]
     # The request is charged the expected fetches of its rows: a sample's own would add noise that no real request has.
-    hot_rows = total * node.rows.hot_fraction[phase]
-    tail_rows = (total - hot_rows) * node.rows.tail_share[0]
-    missing = min(1.0, node.miss_rate[TAIL]) * tail_rows + node.miss_rate[hot] * hot_rows
-    window[ROWS] += measured * total
-    window[ROWS_HIT] += measured * (total - missing)
-    fetches = tail_rows * node.fetch_rate[TAIL] + hot_rows * node.fetch_rate[hot]
+    rows, missing, fetches = _expected(node, i, prefix)
+    window[ROWS] += measured * rows
+    window[ROWS_HIT] += measured * (rows - missing)
     window[FETCHED] += fetches * params[ROW_BYTES] + onboarded * params[PAGE_BYTES]
 
     if node.host.onto.size > 0:
@@ -299,16 +296,13 @@ def _find_history(node: Node, i: int, now_ns: int) -> tuple[int, int]:
         compute_ns = _compute_ns(params, float(prefix), float(history)) - _compute_ns(
             params, float(prefix + beyond), float(history)
         )
-        hot = 1 + np.int64(requests.phase[i])
-        hot_fraction = node.rows.hot_fraction[requests.phase[i]]
-        fetch_rate = (1.0 - hot_fraction) * node.rows.tail_share[0] * node.fetch_rate[TAIL]
-        fetch_rate += hot_fraction * node.fetch_rate[hot]
-        token_ns = params[ROWS_PER_TOKEN] * fetch_rate * params[ROW_NS]
+        reread_ns = _row_fetches(node, i, REREAD) * params[ROWS_PER_TOKEN] * params[ROW_NS]
         # Rows that are fetched either way hide what comes over PCIe meanwhile.
         hidden_ns = 0.0
         if params[PCIE_IS_LINK] == 0.0:
-            hidden_ns = (float(history - prefix - beyond) + params[CANDIDATES]) * token_ns
-        if onboard_ns >= hidden_ns + float(beyond) * token_ns + compute_ns:
+            fresh_ns = _row_fetches(node, i, FRESH) * params[ROWS_PER_TOKEN] * params[ROW_NS]
+            hidden_ns = (float(history - prefix - beyond) + params[CANDIDATES]) * fresh_ns
+        if onboard_ns >= hidden_ns + float(beyond) * reread_ns + compute_ns:
             return prefix, 0
     came = 0
     while True:
@@ -334,18 +328,60 @@ def _compute_ns(params: npt.NDArray[np.float64], prefix: float, history: float) 
 
 
 @inner
+def _reread_tokens(node: Node, i: int, prefix: int) -> int:
+    """Return how many tokens after the prefix the user's last request had read."""
+    requests = node.requests
+    if not requests.again[i]:
+        return 0
+    return max(0, int(requests.history[i]) - int(requests.new[i]) - prefix)
+
+
+@inner
+def _expected(node: Node, i: int, prefix: int) -> tuple[float, float, float]:
+    """Return the rows that a request reads, and how many of them are expected to miss and to be fetched."""
+    params, rows = node.params, node.rows
+    phase = np.int64(node.requests.phase[i])
+    reread = float(_reread_tokens(node, i, prefix)) * params[ROWS_PER_TOKEN]
+    total = (float(node.requests.history[i] - prefix) + params[CANDIDATES]) * params[ROWS_PER_TOKEN]
+    hot = total * rows.hot_fraction[phase]
+    missing = node.miss_rate[HOT + phase] * hot
+    fetches = node.fetch_rate[HOT + phase] * hot
+    tail_share = (1.0 - rows.hot_fraction[phase]) * rows.tail_share[0]
+    for part, count in ((FRESH, total - reread), (REREAD, reread)):
+        missing += min(1.0, node.miss_rate[part]) * count * tail_share
+        fetches += node.fetch_rate[part] * count * tail_share
+    return total, missing, fetches
+
+
+@inner
+def _row_fetches(node: Node, i: int, part: int) -> float:
+    """Return the expected fetches of one row of a token, fresh or read before."""
+    phase = np.int64(node.requests.phase[i])
+    hot = node.rows.hot_fraction[phase]
+    learnt = part if node.seen[part] > 0.0 else FRESH
+    return (1.0 - hot) * node.rows.tail_share[0] * node.fetch_rate[learnt] + hot * node.fetch_rate[HOT + phase]
+
+
+@inner
 def _look_up(node: Node, i: int, prefix: int) -> None:
     """Look up and admit the sampled rows of a request, and learn from them how many of each class miss."""
     requests, rows, scratch = node.requests, node.rows, node.scratch
     phase = np.int64(requests.phase[i])
+    user = requests.user[i]
     history = np.int64(requests.history[i])
     keys = node.keys
-    tail, hot = history_rows(rows, keys, i, requests.user[i], phase, prefix, history)
+    middle = prefix + _reread_tokens(node, i, prefix)
+    # In order: rows read before, of the tail and of the hot set; then fresh ones.
+    tail, hot = history_rows(rows, keys, 0, i, user, phase, prefix, middle)
+    reread_end = tail
+    fresh_from = tail + hot
+    tail, fresh_hot = history_rows(rows, keys, fresh_from, i, user, phase, middle, history)
+    hot_from = fresh_from + tail
     candidates = np.int64(node.params[CANDIDATES])
-    hot_end = candidate_rows(rows, keys, tail + hot, i, phase, candidates, 1)
+    hot_end = candidate_rows(rows, keys, hot_from + fresh_hot, i, phase, candidates, 1)
     end = candidate_rows(rows, keys, hot_end, i, phase, candidates, 0)
     embedding.lookup(node.emb, node.pool, scratch, node.tables, keys, end)
-    misses_tail = misses_hot = fetched_tail = fetched_hot = 0
+    misses_reread = misses_fresh = misses_hot = fetched_reread = fetched_fresh = fetched_hot = 0
     miss, first = scratch.miss, scratch.first
     threshold = node.emb_ghost.threshold[0]
     for j in range(end):
@@ -353,19 +389,27 @@ def _look_up(node: Node, i: int, prefix: int) -> None:
             ghost.follow(node.emb_ghost, keys[j], 1.0, 1.0)
         if miss[j] >= 0:
             fetched = 1 if first[miss[j]] == j else 0
-            if tail <= j < hot_end:
+            if j < reread_end:
+                misses_reread += 1
+                fetched_reread += fetched
+            elif j < fresh_from or hot_from <= j < hot_end:
                 misses_hot += 1
                 fetched_hot += fetched
             else:
-                misses_tail += 1
-                fetched_tail += fetched
-    lookups = float(end - hot_end + tail)
+                misses_fresh += 1
+                fetched_fresh += fetched
+    lookups_reread = float(reread_end)
+    lookups_hot = float(fresh_from - reread_end + hot_end - hot_from)
+    lookups_fresh = float(end) - lookups_reread - lookups_hot
     if rows.content[0] == ITEMS:
         # Few popular items make up much of a log, and whether they are in the sample is chance. What the sample has too
         # few or too many of are mostly their hits (SHARDS-adj): misses are set against the lookups that were expected.
-        lookups = float(history - prefix + candidates) * node.params[ROWS_PER_TOKEN] * rows.rate[0]
-    _learn(node, TAIL, lookups, misses_tail, fetched_tail)
-    _learn(node, 1 + phase, float(hot_end - tail), misses_hot, fetched_hot)
+        per_token = node.params[ROWS_PER_TOKEN] * rows.rate[0]
+        lookups_reread = float(middle - prefix) * per_token
+        lookups_fresh = float(history - middle + candidates) * per_token
+    _learn(node, REREAD, lookups_reread, misses_reread, fetched_reread)
+    _learn(node, FRESH, lookups_fresh, misses_fresh, fetched_fresh)
+    _learn(node, HOT + phase, lookups_hot, misses_hot, fetched_hot)
 
 
 @inner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,20 +69,22 @@ class ServedTrace:
                 f"{len(scenario.tenant)} (counted from 0); add [[tenant]] tables"
             )
         self.tenant = trace.tenant if scenario.tenant else np.zeros(len(trace), np.int32)
+        user = trace.user
+        order = np.argsort(user, kind="stable")
+        same = user[order][1:] == user[order][:-1]
+        self.previous = np.full(user.size, -1, np.int64)
+        """The number of the user's request before each, [n]; -1: it is his first."""
+        self.previous[order[1:][same]] = order[:-1][same]
         self.requests = loop.Requests(
-            trace.arrival_ns, trace.user, trace.phase, trace.history_tokens, trace.new_tokens, returning(trace)
+            trace.arrival_ns,
+            user,
+            trace.phase,
+            trace.history_tokens,
+            trace.new_tokens,
+            returning(trace),
+            self.previous >= 0,
         )
         self._rows: dict[tuple[Any, ...], RowModel] = {}
-
-    @functools.cached_property
-    def previous(self) -> npt.NDArray[np.int64]:
-        """The number of the user's request before each, [n]; -1: it is his first."""
-        user = self.requests.user
-        order = np.argsort(user, kind="stable")
-        previous = np.full(user.size, -1, np.int64)
-        same = user[order][1:] == user[order][:-1]
-        previous[order[1:][same]] = order[:-1][same]
-        return previous
 
     def rows(self, scenario: Scenario, model: ModelProfile, page_tokens: int, rate: float, head: int) -> RowModel:
         """Return the rows of the trace sampled at `rate`; nodes that ask for the same get the same."""
@@ -225,11 +226,11 @@ class NodeSim:
         clocks = np.full(loop.N_CLOCKS, loop.NONE, np.int64)
         clocks[loop.NEXT_REQUEST] = 0 if start_ns is None else int(np.searchsorted(trace.arrival_ns, start_ns))
         clocks[loop.NEXT_TICK_NS] = start + self._tick_ns
-        classes = 1 + len(trace.meta.phases)
+        classes = loop.HOT + len(trace.meta.phases)
         seen = np.full(classes, loop.SMOOTHING)
         # The tail is there from the start; a hot set starts cold, and its first misses are charged with delay, but
         # no more often than they happen.
-        seen[loop.TAIL] = 0.0
+        seen[: loop.HOT] = 0.0
         size = scratch.slots.size
         self.state = loop.Node(
             params=self._params,
@@ -421,7 +422,7 @@ class NodeSim:
         node = self.state
         emb_hits = _slope(node.emb_ghost.hits, self.alpha) / (self._ghost_rate * self.rate)
         kv_pages = _slope(node.kv_ghost.hits, 1.0 - self.alpha)
-        fetches = node.fetch_rate[loop.TAIL] * self._rows.state.tail_share[0]
+        fetches = node.fetch_rate[loop.REREAD] * self._rows.state.tail_share[0]
         token_ms = self._token_ms + self._features * fetches * self._row_ms
         return (
             float(0.01 * emb_hits / requests * self._row_ms),

@@ -31,7 +31,13 @@ def _example() -> loop.Node:
         found=np.zeros(1, np.bool_),
         moving=embedding.new_moving_rows(1, 0),
         requests=loop.Requests(
-            ids, ids, np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.bool_)
+            ids,
+            ids,
+            np.zeros(1, np.int32),
+            np.zeros(1, np.int32),
+            np.zeros(1, np.int32),
+            np.zeros(1, np.bool_),
+            np.zeros(1, np.bool_),
         ),
         rows=new_row_state(),
         queue=queues.new_queue_state(params, zeros, ids, ids, measured),

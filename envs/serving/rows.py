@@ -178,20 +178,20 @@ def _streams(
 
 @kernel
 def history_rows(
-    rows: RowState, keys: npt.NDArray[np.int64], request: int, user: int, phase: int, first: int, last: int
+    rows: RowState, keys: npt.NDArray[np.int64], start: int, request: int, user: int, phase: int, first: int, last: int
 ) -> tuple[int, int]:
-    """Write the sampled rows of tokens [first, last) of the request's history to `keys`.
+    """Write the sampled rows of tokens [first, last) of the request's history to `keys`, from `start` on.
 
     Returns how many of the tail, then how many of the hot set; the tail's come first.
     """
     if last <= first:
         return 0, 0
     if rows.content[0] == ITEMS:
-        return _stream_rows(rows, keys, user, first, last), 0
+        return _stream_rows(rows, keys, start, user, first, last) - start, 0
     width = rows.block_tokens[0]
     fraction = rows.hot_fraction[phase]
     per_block = width * rows.features[0] * rows.rate[0]
-    n = 0
+    n = start
     tail = 0
     for part in range(2):
         share = (1.0 - fraction) * rows.tail_share[0] if part == 0 else fraction
@@ -215,8 +215,8 @@ def history_rows(
                 last - block * width,
             )
         if part == 0:
-            tail = n
-    return tail, n - tail
+            tail = n - start
+    return tail, n - start - tail
 
 
 @kernel
@@ -289,15 +289,14 @@ def _draw(
 
 
 @inner
-def _stream_rows(rows: RowState, keys: npt.NDArray[np.int64], user: int, first: int, last: int) -> int:
-    """Write the sampled rows of the user's tokens [first, last); return how many.
+def _stream_rows(rows: RowState, keys: npt.NDArray[np.int64], n: int, user: int, first: int, last: int) -> int:
+    """Write the sampled rows of the user's tokens [first, last) from n on; return the new length.
 
     A token that the trace does not tell, such as one from before its start, reads an item of the log drawn by
     (user, token).
     """
     start = rows.stream_start[user]
     size = rows.stream_start[user + 1] - start
-    n = 0
     for token in range(first, last):
         at = token - rows.stream_from[user]
         if 0 <= at < size:

@@ -73,7 +73,7 @@ def _lookup_stage(node: Node, prefix: npt.NDArray[np.int64]) -> int:
 def _draw(node: Node, i: int, prefix: int) -> int:
     phase = np.int64(node.requests.phase[i])
     history = np.int64(node.requests.history[i])
-    tail, hot = history_rows(node.rows, node.keys, i, node.requests.user[i], phase, prefix, history)
+    tail, hot = history_rows(node.rows, node.keys, 0, i, node.requests.user[i], phase, prefix, history)
     candidates = np.int64(node.params[CANDIDATES])
     n = candidate_rows(node.rows, node.keys, tail + hot, i, phase, candidates, 1)
     return candidate_rows(node.rows, node.keys, n, i, phase, candidates, 0)

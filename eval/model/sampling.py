@@ -158,7 +158,7 @@ def serve_unsampled(scenario: Scenario, trace: Trace, alpha: float, advance: Adv
         if i % _STEP_REQUESTS == 0:
             advance(f"unsampled, {i:,} of {n:,} requests")
         prefix[i] = found = kv.lookup(users, user, 0, history - new)
-        drawn = sum(history_rows(law.state, keys, i, user, phase, found, history))
+        drawn = sum(history_rows(law.state, keys, 0, i, user, phase, found, history))
         for part in (0, 1):
             drawn = candidate_rows(law.state, keys, drawn, i, phase, model.candidates, part)
         fetched[i] = embedding.lookup(rows, memory, scratch, tables, keys, drawn)

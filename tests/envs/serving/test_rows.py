@@ -40,7 +40,7 @@ def draw(
 ) -> tuple[list[int], list[int]]:
     """Return the rows of tokens [first, last): of the tail, of the hot set. Writes past max_rows are found."""
     keys = np.full(model.max_rows + 64, CANARY, np.int64)
-    tail, hot = history_rows(model.state, keys, request, user, phase, first, last)
+    tail, hot = history_rows(model.state, keys, 0, request, user, phase, first, last)
     assert tail + hot <= model.max_rows
     assert (keys[tail + hot :] == CANARY).all()
     return keys[:tail].tolist(), keys[tail : tail + hot].tolist()

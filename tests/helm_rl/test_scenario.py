@@ -148,9 +148,9 @@ def test_a_file_that_spells_the_defaults_out_means_the_same(tmp_path: Path) -> N
 
 
 def test_the_shipped_family_has_one_cluster_and_three_loads() -> None:
-    """What an operator tunes on `steady` must serve under `burst`: all but the phases is the same."""
+    """All but the rates and the phases is the same."""
     burst, steady, trend = (load_scenario(name) for name in ("burst", "steady", "trend"))
-    load = burst.load.model_copy(update={"phase": ()})
+    load = burst.load.model_copy(update={"phase": (), "rate": steady.load.rate})
     assert steady == burst.model_copy(update={"name": "steady", "load": load})
     assert (trend.model, trend.hardware, trend.control, trend.slo_ms) == (
         burst.model,
@@ -161,6 +161,9 @@ def test_the_shipped_family_has_one_cluster_and_three_loads() -> None:
     assert len(burst.load.phase) == 1
     assert burst.load.phase[0].hot_fraction > 0
     assert trend.load.rate_end is not None
+    # Near the limit at both ends of the drift: 168 requests/s of users who hardly return, 391 of a mix.
+    assert steady.load.rate == trend.load.rate == pytest.approx(0.95 * 168, rel=0.01)
+    assert trend.load.rate_end + trend.load.phase[0].rate_end == pytest.approx(0.95 * 391, rel=0.01)
 
 
 def test_defaults_fill_what_a_file_leaves_out(tmp_path: Path) -> None:

@@ -121,11 +121,12 @@ def plot_growth(nodes: Sequence[int], costs_us: Sequence[float], path: Path) -> 
 
 
 def _cluster(nodes: int, seconds: float) -> ClusterSim:
-    from envs.serving.cluster import ClusterSim
+    from envs.serving.cluster import CLUSTER_SAMPLED_SLOTS, ClusterSim
     from helm_rl.workloads.generate import generate
 
     scenario = cluster_load(nodes, seconds)
-    return ClusterSim(scenario, generate(scenario))
+    # One node alone would be simulated with a larger sample: that is not what is compared.
+    return ClusterSim(scenario, generate(scenario), max_sampled_slots=CLUSTER_SAMPLED_SLOTS)
 
 
 def _warm(cluster: ClusterSim) -> None:

@@ -123,7 +123,7 @@ def _look_around(cluster: ClusterState, i: int, now_ns: int) -> None:
             if before == NOWHERE:
                 break
             k = cluster.node_of[before]
-            if k != NOWHERE and router.up[k]:
+            if k != NOWHERE and router.up[k] and router.kv[k] == 0.0:  # most users were on one node all the time
                 router.kv[k] = _held(cluster.histories[k], requests.user[i], old) / history
             before = cluster.previous[before]
 

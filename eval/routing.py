@@ -16,7 +16,7 @@ from rich.table import Table
 from eval.command import console
 from eval.comparison import SEEDS_FROM, STEADY_SEEDS_FROM, check_draws, steady_optimum
 from eval.segments import WINDOW_S
-from eval.statistics import bootstrap_interval, interquartile_mean
+from eval.statistics import interquartile_mean, standard_error
 from eval.sweep import STEP, Work, sweep_adaptively, working
 from eval.wording import alpha as alpha_text
 from eval.wording import milliseconds, percent
@@ -232,8 +232,8 @@ class Result:
             for router, runs in self.routers.items():
                 values = {name: [getattr(served, name) for served in runs] for name in FIELDS}
                 mean = {name: interquartile_mean(each) for name, each in values.items()}
-                interval = bootstrap_interval(values["p99_ms"])
-                spread = "" if interval is None else f" ({' to '.join(milliseconds(end) for end in interval)})"
+                error_ms = standard_error(values["p99_ms"])
+                spread = "" if np.isnan(error_ms) else f" ± {milliseconds(error_ms)}"
                 table.add_row(
                     router,
                     milliseconds(mean["p99_ms"]) + spread,
@@ -273,7 +273,7 @@ class Result:
     def notes(self) -> list[str]:
         """Sentences to print below the tables."""
         return [
-            "Interquartile means over the draws, P99 with its 95 % bootstrap interval; requests that were shed count "
+            "Interquartile means over the draws, P99 with its standard error; requests that were shed count "
             f"{SHED_FACTOR:.0f} times the SLO. Imbalance: busy time of the busiest node over the mean, in 10 s windows."
         ]
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from eval.command import console, figure_table, number
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
-from helm_rl.files import refuse_existing
+from helm_rl.files import check_outputs
 
 Part = Literal["speed", "misses", "policies", "resize", "ghosts", "memory", "payload"]
 PARTS: tuple[Part, ...] = ("speed", "misses", "policies", "resize", "ghosts", "memory", "payload")
@@ -138,15 +138,7 @@ def tables(figures: dict[str, Figure]) -> list[Table]:
 def _check(args: Args) -> str:
     from eval.engine.caches import DEFAULT_POLICY
 
-    outputs = [path for path in (args.json, args.plot) if path is not None]
-    for path in outputs:
-        refuse_existing(path, args.overwrite)
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; name a file")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise UserError(f"--json and --plot name the same file, {args.json}")
-    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
-        raise UserError(f"--plot must end in .png or .svg, got {args.plot}")
+    check_outputs(args.overwrite, json=args.json, plot=args.plot)
     if args.plot is not None and "memory" not in args.parts:
         raise UserError("--plot draws the part memory, which --parts leaves out")
     if not args.parts:

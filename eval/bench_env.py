@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from eval.command import console, figure_table
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
-from helm_rl.files import refuse_existing
+from helm_rl.files import check_outputs
 
 GOAL_REQUESTS_PER_S = 30_000.0
 GOAL_LOOKUPS_PER_S = 8e6
@@ -58,15 +58,7 @@ class Args:
 
 def main(args: Args) -> None:
     """Print the table and write the figures."""
-    outputs = [path for path in (args.json, args.plot) if path is not None]
-    for path in outputs:
-        refuse_existing(path, args.overwrite)
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; name a file")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise UserError(f"--json and --plot name the same file, {args.json}")
-    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
-        raise UserError(f"--plot must end in .png or .svg, got {args.plot}")
+    check_outputs(args.overwrite, json=args.json, plot=args.plot)
     if args.plot is not None and not args.cluster:
         raise UserError("--plot draws what --cluster measures; add --cluster")
     if not 1 <= args.seconds <= MOST_SECONDS:  # NaN is not

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from eval.command import console, figure_table
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
-from helm_rl.files import refuse_existing
+from helm_rl.files import check_outputs
 from helm_rl.metrics import p99_ms
 from helm_rl.scenario import load_scenario
 from helm_rl.workloads.trace import Trace
@@ -69,10 +69,7 @@ def main(args: Args) -> None:
     Raises:
         SystemExit: with status 1 and a sentence on stderr, where `verdict` has a complaint.
     """
-    if args.json is not None:
-        refuse_existing(args.json, args.overwrite)
-        if args.json.is_dir():
-            raise UserError(f"{args.json} is a folder; name a file")
+    check_outputs(args.overwrite, json=args.json)
     for name, value in (("--seconds", args.seconds), ("--warm-s", args.warm_s)):
         if not 0 < value <= 86_400:  # NaN is not
             raise UserError(f"{name} must be above 0 and at most 86,400, got {value}")

@@ -15,7 +15,7 @@ from rich.table import Table
 from eval.command import console, figure_table
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
-from helm_rl.files import refuse_existing
+from helm_rl.files import check_outputs
 from helm_rl.scenario import Scenario, load_scenario
 
 Part = Literal["queues", "blocks", "sampling"]
@@ -109,10 +109,7 @@ def tables(figures: dict[str, Figure]) -> list[Table]:
 
 
 def _check(args: Args) -> None:
-    if args.json is not None:
-        refuse_existing(args.json, args.overwrite)
-        if args.json.is_dir():
-            raise UserError(f"{args.json} is a folder; name a file")
+    check_outputs(args.overwrite, json=args.json)
     if not args.parts:
         raise UserError(f"--parts needs at least one of {', '.join(PARTS)}")
     if len(set(args.parts)) < len(args.parts):

@@ -24,7 +24,7 @@ from helm_rl.checkpoint import POLICY_FILE
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
-from helm_rl.files import refuse_existing
+from helm_rl.files import check_outputs
 from helm_rl.scenario import Load, Scenario, load_scenario
 from helm_rl.workloads.trace import Trace
 
@@ -77,13 +77,7 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
     if args.jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {args.jobs}")
     alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, args.step)
-    outputs = [path for path in (args.json, args.report) if path is not None]
-    for path in outputs:
-        refuse_existing(path, args.overwrite)
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; name a file")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise UserError(f"--json and --report name the same file, {args.json}")
+    check_outputs(args.overwrite, json=args.json, report=args.report)
     policies = [policy_contestant(args.policy, scenario)] if args.policy is not None else []
     trace = Trace.load(args.trace) if args.trace is not None else None
 

@@ -28,7 +28,7 @@ from helm_rl.control.schedule import ScheduledAlpha
 from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
-from helm_rl.files import refuse_existing
+from helm_rl.files import check_outputs
 from helm_rl.metrics import SHED_FACTOR
 from helm_rl.scenario import Load, load_scenario
 
@@ -223,13 +223,7 @@ def evaluate(args: Args) -> Headroom:
     if args.replays is not None and args.replays < 0:
         raise UserError(f"--replays must be at least 0, got {args.replays}")
     alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, args.step or STEP)
-    outputs = [path for path in (args.json, args.plot) if path is not None]
-    for path in outputs:
-        refuse_existing(path, args.overwrite)
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; name a file")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise UserError(f"--json and --plot name the same file, {args.json}")
+    check_outputs(args.overwrite, json=args.json, plot=args.plot)
     if args.plot is not None and args.plot.suffix.lower() != ".png":
         raise UserError(f"--plot {args.plot}: a plot is a PNG; name a file that ends in .png")
     recorded = None

@@ -25,7 +25,7 @@ from helm_rl.control.rules import RegimeRule
 from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
-from helm_rl.files import atomic_file, refuse_existing
+from helm_rl.files import atomic_file, check_outputs
 from helm_rl.metrics import SHED_FACTOR, p99_ms, quantile_ms
 from helm_rl.scenario import Scenario, load_scenario
 from helm_rl.workloads.generate import generate
@@ -471,15 +471,7 @@ def plot_bursts(result: Result, path: Path) -> None:
 
 
 def _check(args: Args, scenario: Scenario) -> None:
-    outputs = [path for path in (args.json, args.plot) if path is not None]
-    for path in outputs:
-        refuse_existing(path, args.overwrite)
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; name a file")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise UserError(f"--json and --plot name the same file, {args.json}")
-    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
-        raise UserError(f"--plot must end in .png or .svg, got {args.plot}")
+    check_outputs(args.overwrite, json=args.json, plot=args.plot)
     for name, value, least, most in (
         ("--nodes", args.nodes, 1, MOST_NODES),
         ("--bursts", args.bursts, 0, MOST_BURSTS),

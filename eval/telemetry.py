@@ -21,7 +21,7 @@ from helm_rl.control.protocol import Controller
 from helm_rl.control.rules import RegimeRule
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
-from helm_rl.files import refuse_existing
+from helm_rl.files import check_outputs
 from helm_rl.metrics import p99_ms
 from helm_rl.scenario import Scenario, TelemetrySection, load_scenario
 from helm_rl.workloads.generate import generate
@@ -113,10 +113,7 @@ class Result:
 def main(args: Args) -> None:
     """Print the table and write the figures."""
     scenario = load_scenario(args.scenario)
-    if args.json is not None:
-        refuse_existing(args.json, args.overwrite)
-        if args.json.is_dir():
-            raise UserError(f"{args.json} is a folder; name a file")
+    check_outputs(args.overwrite, json=args.json)
     check_draws(args.seed, args.seeds)
     if args.policy is None:
         check_bursts(scenario)

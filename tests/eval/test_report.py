@@ -63,7 +63,7 @@ def test_the_page_states_the_measured_numbers(page: Path, comparison: Comparison
     for result in comparison.results:
         assert result.trace_hash in text
         assert str(result.seed) in text
-    for wanted in ("time taken", "numba", "sha256", "full reference schedule", "not a bound"):
+    for wanted in ("time taken", "numba", "sha256", "best schedule known here", "not a bound"):
         assert wanted in text
 
 

@@ -57,16 +57,16 @@ def test_a_scenario_is_scaled_and_its_bursts_repeated() -> None:
     burst = load_scenario("burst")
     scaled = stretch(burst, 3, 8)
     assert scaled.hardware.nodes == 8
-    assert (scaled.load.rate, scaled.load.users) == (800, 3_200_000)
+    assert (scaled.load.rate, scaled.load.users) == (8 * burst.load.rate, 3_200_000)
     assert [(phase.start_s, phase.seconds, phase.rate) for phase in scaled.load.phase] == [
-        (120, 120, 1760),
-        (360, 120, 1760),
-        (600, 120, 1760),
+        (120, 120, 8 * burst.load.phase[0].rate),
+        (360, 120, 8 * burst.load.phase[0].rate),
+        (600, 120, 8 * burst.load.phase[0].rate),
     ]
     assert scaled.seconds == 780
     assert [phase.label for phase in scaled.load.phase] == ["burst"] * 3
     one = stretch(burst, 1, 1)
-    assert (one.load.phase, one.load.rate, one.seconds) == (burst.load.phase, 100, 300)
+    assert (one.load.phase, one.load.rate, one.seconds) == (burst.load.phase, burst.load.rate, 300)
     # Each burst sells something else.
     firsts = [phase.hot_first for phase in generate(stretch(burst, 3, 1)).meta.phases[1:]]
     assert len(set(firsts)) == 3

@@ -246,6 +246,7 @@ def test_every_module_of_the_installed_wheel_imports_without_the_extras(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it compiles every kernel anew, and two cores may be shared
 def test_the_installed_wheel_goes_the_whole_way(plain: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     """Trace, training, export and evaluation of a minute of load: what only runs may miss a package too."""
     steady = (ROOT / "helm_rl" / "scenarios" / "steady.toml").read_text()

@@ -29,8 +29,8 @@ SERVED_S = 90.0
 """Of the base load and of the burst, before decisions are timed."""
 BATCH = 2_000
 BATCHES = 200
-OTHER_BYTES = 1 << 20
-"""Of other memory that is read before each decision, where serving is to have taken the processor's cache."""
+OTHER_BYTES = 1 << 17
+"""Of other memory that is read before each decision: more than a first-level cache holds."""
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Args:
     """Time routing decisions in the compiled loop: loads, rows and histories of all nodes looked up, the best chosen.
 
     A cluster has served Burst into its plateau. Then the decisions on its last 2,000 requests are taken again, in a
-    row: a time is that of 2,000 decisions over 2,000, and what is quoted the median of 200 such times. Disturbed: 1 MiB
-    of other memory is read before each decision, as serving does, whose time is taken off.
+    row: a time is that of 2,000 decisions over 2,000, and what is quoted the median of 200 such times. Disturbed:
+    128 KiB of other memory are read before each decision, as serving does, whose time is taken off.
 
     Figures written by --json: router.p50_us (HELM's router, 32 nodes), router.p50_us.disturbed (the same, disturbed),
     router.p50_us.<nodes>_nodes (HELM's, 8, 32 and 128 nodes), router.p50_us.<policy> (32 nodes).
@@ -108,7 +108,7 @@ def decision_us(
     other_bytes: of other memory that is read before each decision; its time is taken off.
     """
     from envs.serving import cluster_loop
-    from eval.decisions import decide_all, read_all
+    from eval.timed_kernels import decide_all, read_all
 
     batch = BATCH if batch is None else batch
     batches = BATCHES if batches is None else batches
@@ -128,4 +128,4 @@ def decision_us(
         return found
 
     taken = float(np.median(times_us(lambda: decide_all(cluster.state, last - batch, last, cluster.now_ns, other))))
-    return taken - float(np.median(times_us(lambda: read_all(other, batch)))) if other_bytes else taken
+    return taken - float(np.median(times_us(lambda: read_all(last - batch, last, other)))) if other_bytes else taken

@@ -33,7 +33,8 @@ class Args:
     env.share.{rows,lookups,kv,rest} (shares of the loop's time).
     With --cluster, Steady at 100 requests/s a node with 5 requests a visit: env.requests_per_s.cluster32 (32 nodes, one
     core), env.cost_us.<nodes>_nodes (of a request, 1 to 128 nodes), env.cost_growth_1_to_128 (128 nodes against one),
-    env.two_cores (what two clusters on two threads serve in a second over what one does on one; wall time).
+    env.two_cores (what two clusters on two threads serve in a second over what one does on one; wall time),
+    env.two_cores.arithmetic (the same of plain arithmetic: what the machine lets two threads do).
     With --hour, an hour of 32 nodes in a process of its own: env.hour_s (generating it included),
     env.hour_generate_s, env.hour_gb (peak memory), env.hour_requests.
     """
@@ -94,7 +95,7 @@ def _measure_clusters(args: Args, progress: Progress) -> dict[str, Figure]:
 
         costs_us = cluster_speed.measure_growth(nodes, args.repeats, advance)
         figures |= cluster_speed.growth_figures(nodes, costs_us)
-        figures |= cluster_speed.two_cores_figure(cluster_speed.measure_two_cores(args.repeats, advance))
+        figures |= cluster_speed.two_cores_figures(*cluster_speed.measure_two_cores(args.repeats, advance))
         if args.plot is not None:
             cluster_speed.plot_growth(nodes, costs_us, args.plot)
     if args.hour:

@@ -4,6 +4,7 @@ its own.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -29,6 +30,7 @@ PER_VISIT = 5.0
 WARM_S = 20.0
 LEAST_REQUESTS = 100_000
 THREADED_NODES = 8
+ARITHMETIC_STEPS = 200_000_000
 HOUR_S = 3600.0
 _STEP_NS = 1_000_000_000
 
@@ -67,22 +69,40 @@ def growth_figures(nodes: Sequence[int], costs_us: Sequence[float]) -> dict[str,
     return figures | {f"env.cost_us.{count}_nodes": Figure(each, "us", "lower") for count, each in cost.items()}
 
 
-def measure_two_cores(repeats: int, advance: Callable[[], None]) -> float:
-    """Return how many times as much two clusters on two threads serve in a second as one on one thread."""
+def measure_two_cores(repeats: int, advance: Callable[[], None]) -> tuple[float, float]:
+    """Return how many times as much two threads do in a second as one: two clusters against one, and arithmetic.
+
+    The latter says what the machine, and what else runs on it, lets two threads do.
+    """
+    from eval.timed_kernels import arithmetic
+
     clusters = [_cluster(THREADED_NODES, WARM_S * 2) for _ in range(2)]
+
+    def serve(count: int) -> float:
+        for cluster in clusters[:count]:
+            _warm(cluster)
+        return _wall_s([functools.partial(_serve_rest, cluster) for cluster in clusters[:count]])
+
+    def compute(count: int) -> float:
+        return _wall_s([functools.partial(arithmetic, ARITHMETIC_STEPS)] * count)
+
     for cluster in clusters:  # compiles, and warms up
         _serve_rest(cluster)
-    alone, together = [], []
+    arithmetic(1)
+    times_s: list[list[float]] = []
     for _ in range(repeats):
-        alone.append(_wall_s(clusters[:1]))
-        together.append(_wall_s(clusters))
+        times_s.append([serve(1), serve(2), compute(1), compute(2)])
         advance()
-    return 2 * min(alone) / min(together)
+    serve_one, serve_two, compute_one, compute_two = (min(column) for column in zip(*times_s, strict=True))
+    return 2 * serve_one / serve_two, 2 * compute_one / compute_two
 
 
-def two_cores_figure(ratio: float) -> dict[str, Figure]:
-    """Return the figure of `measure_two_cores`."""
-    return {"env.two_cores": Figure(ratio, "", "higher", GOAL_TWO_CORES)}
+def two_cores_figures(served: float, arithmetic: float) -> dict[str, Figure]:
+    """Return the figures of `measure_two_cores`."""
+    return {
+        "env.two_cores": Figure(served, "", "higher", GOAL_TWO_CORES),
+        "env.two_cores.arithmetic": Figure(arithmetic, "", "higher"),
+    }
 
 
 def measure_hour() -> dict[str, Figure]:
@@ -148,11 +168,9 @@ def _cost_us(cluster: ClusterSim) -> float:
     return (time.thread_time() - begun) / requests * 1e6
 
 
-def _wall_s(clusters: Sequence[ClusterSim]) -> float:
-    """Serve the measured part of each on a thread of its own; return the wall time until the last is done."""
-    for cluster in clusters:
-        _warm(cluster)
-    threads = [threading.Thread(target=_serve_rest, args=(cluster,)) for cluster in clusters]
+def _wall_s(works: Sequence[Callable[[], object]]) -> float:
+    """Do each on a thread of its own; return the wall time until the last is done."""
+    threads = [threading.Thread(target=work) for work in works]
     begun = time.perf_counter()
     for thread in threads:
         thread.start()

@@ -12,7 +12,7 @@ import pytest
 from envs.serving.cluster import ClusterSim
 from eval import bench_decision
 from eval.bench_decision import Args, decision_us, main, warmed_cluster
-from eval.decisions import decide_all, read_all
+from eval.timed_kernels import decide_all, read_all
 from helm_rl.errors import UserError
 from helm_rl.routing import ROUTERS, own_node
 
@@ -42,15 +42,16 @@ def test_the_routers_own_decisions_are_timed(cluster: ClusterSim) -> None:
     assert decided == [own_node(cluster.state.router, user) for user in cluster.trace.user[:40].tolist()]
     assert set(decided) == {0, 1}
     assert decide_all(cluster.state, 0, 40, cluster.now_ns, other) == sum(decided)
-    other[64] = 3  # read before each
+    other[64:128] = 3  # of each of 64 lines one byte is read before each
     assert decide_all(cluster.state, 0, 40, cluster.now_ns, other) == sum(decided) + 120
     policy[0] = before
 
 
 def test_reading_alone() -> None:
+    """Of each line of 64 bytes one: that of the reading's number."""
     other = np.arange(256, dtype=np.uint8)
-    # Of each line of 64 bytes the first: 64 + 128 + 192, and the number of the reading.
-    assert read_all(other, 3) == 3 * 384 + 0 + 1 + 2
+    assert read_all(0, 1, other) == 0 + 64 + 128 + 192
+    assert read_all(62, 65, other) == 3 * 384 + 4 * (62 + 63 + 0)
 
 
 def test_a_time_is_that_of_one_decision(cluster: ClusterSim, monkeypatch: pytest.MonkeyPatch) -> None:

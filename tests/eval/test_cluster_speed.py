@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from envs.serving.cluster import ClusterSim
 from eval import cluster_speed
 from eval.cluster_speed import NODES, cluster_load, growth_figures, measure_growth, measure_two_cores, plot_growth
 
@@ -44,21 +43,24 @@ def test_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_cores_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest of each counts: one cluster in 1 s, two in 1.25 s."""
+    """The fastest of each counts: one cluster in 1 s, two in 1.25 s; arithmetic in 2 s on one thread as on two."""
     monkeypatch.setattr(cluster_speed, "WARM_S", 0.5)
     monkeypatch.setattr(cluster_speed, "THREADED_NODES", 1)
-    served: list[float] = []
+    monkeypatch.setattr(cluster_speed, "ARITHMETIC_STEPS", 10)
+    times_s = iter([2.0, 1.25, 2.0, 3.0, 1.0, 1.5, 4.0, 2.0])
+    works: list[int] = []
     real = cluster_speed._wall_s
 
-    def wall_s(clusters: Sequence[ClusterSim]) -> float:
-        real(clusters)
-        served.extend(cluster.now_ns / cluster.end_ns for cluster in clusters)
-        return {1: [2.0, 1.0], 2: [1.25, 1.5]}[len(clusters)][len(served) > 3]
+    def wall_s(given: Sequence[Callable[[], object]]) -> float:
+        assert real(given) > 0
+        works.append(len(given))
+        return next(times_s)
 
     monkeypatch.setattr(cluster_speed, "_wall_s", wall_s)
-    assert measure_two_cores(2, lambda: None) == pytest.approx(1.6)
-    assert len(served) == 6
-    assert min(served) >= 1.0  # all of them served all of their trace
+    served, arithmetic = measure_two_cores(2, lambda: None)
+    assert served == pytest.approx(1.6)
+    assert arithmetic == pytest.approx(2.0)
+    assert works == [1, 2, 1, 2] * 2
 
 
 def test_an_hour_runs_in_a_process_of_its_own(

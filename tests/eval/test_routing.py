@@ -55,18 +55,17 @@ hot_fraction = 0.5
 
 def test_a_scenario_is_scaled_and_its_bursts_repeated() -> None:
     burst = load_scenario("burst")
+    load, phase = burst.load, burst.load.phase[0]
     scaled = stretch(burst, 3, 8)
     assert scaled.hardware.nodes == 8
-    assert (scaled.load.rate, scaled.load.users) == (8 * burst.load.rate, 3_200_000)
-    assert [(phase.start_s, phase.seconds, phase.rate) for phase in scaled.load.phase] == [
-        (120, 120, 8 * burst.load.phase[0].rate),
-        (360, 120, 8 * burst.load.phase[0].rate),
-        (600, 120, 8 * burst.load.phase[0].rate),
-    ]
-    assert scaled.seconds == 780
-    assert [phase.label for phase in scaled.load.phase] == ["burst"] * 3
+    assert (scaled.load.rate, scaled.load.users) == (8 * load.rate, 8 * load.users)
+    period_s = phase.start_s + phase.seconds
+    expected = [(phase.start_s + k * period_s, phase.seconds, 8 * phase.rate) for k in range(3)]
+    assert [(each.start_s, each.seconds, each.rate) for each in scaled.load.phase] == expected
+    assert scaled.seconds == 3 * period_s + 60
+    assert [each.label for each in scaled.load.phase] == ["burst"] * 3
     one = stretch(burst, 1, 1)
-    assert (one.load.phase, one.load.rate, one.seconds) == (burst.load.phase, burst.load.rate, 300)
+    assert (one.load.phase, one.load.rate, one.seconds) == (load.phase, load.rate, period_s + 60)
     # Each burst sells something else.
     firsts = [phase.hot_first for phase in generate(stretch(burst, 3, 1)).meta.phases[1:]]
     assert len(set(firsts)) == 3

@@ -1,0 +1,47 @@
+"""Kernels whose time is taken: routing decisions one after the other, reading memory, arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_engine.jit import inner, kernel
+from envs.serving.cluster_loop import ClusterState, decide
+
+LINE_BYTES = 64
+
+
+@kernel
+def decide_all(cluster: ClusterState, first: int, last: int, now_ns: int, other: npt.NDArray[np.uint8]) -> int:
+    """Decide on requests first..last - 1, reading `other` before each; return a sum that depends on all of it."""
+    total = 0
+    for i in range(first, last):
+        total += _read(other, i) + decide(cluster, i, now_ns)
+    return total
+
+
+@kernel
+def read_all(first: int, last: int, other: npt.NDArray[np.uint8]) -> int:
+    """Read `other` as `decide_all` does, and do no more; return a sum that depends on all of it."""
+    total = 0
+    for i in range(first, last):
+        total += _read(other, i)
+    return total
+
+
+@kernel
+def arithmetic(steps: int) -> int:
+    """Compute without touching memory."""
+    state = 1
+    for i in range(steps):
+        state = (state * 6364136223846793005 + i) & 0x7FFFFFFFFFFFFFFF
+    return state
+
+
+@inner
+def _read(other: npt.NDArray[np.uint8], i: int) -> int:
+    """Read a byte of every line, another one for every i, lest the compiler read once for all."""
+    total = 0
+    for at in range(i % LINE_BYTES, other.size, LINE_BYTES):
+        total += other[at]
+    return total

@@ -1,4 +1,4 @@
-"""The commands `helm-rl trace generate`, `convert` and `inspect`."""
+"""The commands `helm-rl trace generate` and `inspect`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from helm_rl.errors import UserError
@@ -21,14 +20,12 @@ from helm_rl.files import check_outputs, write_text
 from helm_rl.scenario import Load, load_scenario
 from helm_rl.workloads.generate import generate as generate_trace
 from helm_rl.workloads.inspect import Distribution, TraceSummary, summarise
-from helm_rl.workloads.readers import Format, read_trace
 from helm_rl.workloads.trace import Trace
 
 _WIDTH = 118  # columns where stdout is no terminal
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _SAID = tyro.conf.arg(help_behavior_hint="")  # the help's text tells the default better than "None" does
-_LOG = tyro.conf.arg(metavar="LOG [LOG ...]", help_behavior_hint="(required)")
 
 
 @dataclass
@@ -48,40 +45,6 @@ class GenerateArgs:
     """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     seed: Annotated[int | None, _SAID] = None
     """Seed of the draw; another seed gives other arrivals of the same load (default: the scenario's)."""
-    overwrite: Switch = False
-    """Replace an output that exists."""
-
-
-@dataclass
-class ConvertArgs:
-    """Convert a recorded log to a trace: Mooncake JSON Lines or KuaiRand CSV.
-
-    The files of one KuaiRand log may be given together, in any order. What was added to the log, left out of it or
-    done to it is printed, and kept in the trace.
-
-    Example: helm-rl trace convert conversation_trace.jsonl --output mooncake.parquet --spread --speed-up 10
-    """
-
-    input: Annotated[tuple[Path, ...], tyro.conf.Positional, _LOG]
-    """The log."""
-    output: Annotated[Path, tyro.conf.arg(metavar="FILE.parquet")]
-    """Write the trace here."""
-    format: Annotated[Format | None, _SAID] = None
-    """Format of the log (default: told by its content)."""
-    speed_up: float = 1.0
-    """Divide all times by this: 2 makes twice the load, .5 half of it."""
-    spread: Switch = False
-    """Spread arrivals that were recorded in coarse steps evenly over their step."""
-    seed: int = 1
-    """Seed of --spread."""
-    warm_s: Annotated[float | None, _SAID] = None
-    """Seconds at the start that only warm the caches and are not measured (default: 60, at most a tenth)."""
-    start_s: Annotated[float | None, _SAID] = None
-    """Leave out what the log has before this many seconds after its first request."""
-    end_s: Annotated[float | None, _SAID] = None
-    """Leave out what the log has from this many seconds after its first request on."""
-    block_tokens: int = 512
-    """Tokens of a content block in a Mooncake log."""
     overwrite: Switch = False
     """Replace an output that exists."""
 
@@ -108,38 +71,6 @@ def generate(args: GenerateArgs) -> None:
     with _working(f"generating {scenario.name}"):
         trace = generate_trace(scenario, args.seed)
     _save(trace, args.output, args.overwrite)
-
-
-def convert(args: ConvertArgs) -> None:
-    """Run `helm-rl trace convert`."""
-    if not args.input:
-        raise UserError("name the log to convert: helm-rl trace convert LOG --output FILE.parquet")
-    check_outputs(args.overwrite, output=args.output)
-    for path in args.input:
-        if path.exists() and args.output.exists() and path.samefile(args.output):
-            raise UserError(f"{args.output} is the log itself; name another output")
-    total = sum(path.stat().st_size for path in args.input if path.is_file())
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=total)
-        trace = read_trace(
-            args.input,
-            args.format,
-            speed_up=args.speed_up,
-            spread=args.spread,
-            seed=args.seed,
-            warm_s=args.warm_s,
-            start_s=args.start_s,
-            end_s=args.end_s,
-            block_tokens=args.block_tokens,
-            progress=lambda size: progress.advance(task, size),
-        )
-    _save(trace, args.output, args.overwrite)
-    for step in trace.meta.steps:
-        print(f"  {step}")
-    for reason, count in trace.meta.dropped.items():
-        print(f"  left out, {reason}: {count}")
 
 
 def inspect(args: InspectArgs) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,8 +19,9 @@ from helm_rl.errors import UserError
 from helm_rl.files import check_outputs, write_text
 from helm_rl.scenario import Load, load_scenario
 from helm_rl.workloads.generate import generate as generate_trace
-from helm_rl.workloads.inspect import Distribution, TraceSummary, summarise
+from helm_rl.workloads.inspect import TraceSummary, summarise
 from helm_rl.workloads.trace import Trace
+from helm_rl.workloads.wording import history_rows, rows, tables
 
 _WIDTH = 118  # columns where stdout is no terminal
 
@@ -51,17 +52,22 @@ class GenerateArgs:
 
 @dataclass
 class InspectArgs:
-    """Say what is in a trace: rates, users and how soon they return, histories, items, phases, what was done to it.
+    """Say what is in a trace: rates, users and how soon they return, histories, items, what was done to it.
 
-    Example: helm-rl trace inspect burst.parquet
+    Miss-ratio curves are those of LRU caches: of the items that requests name, and of the histories of their users. Of
+    many keys a hashed sample is followed, and the error that this brings is told (SHARDS).
+
+    Example: helm-rl trace inspect burst.parquet --html burst.html
     """
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.parquet")]
     """The trace, as `helm-rl trace generate` or `helm-rl trace convert` writes it."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Write the numbers here, for machines."""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write a page with plots here: one file that loads nothing, to forward or to keep."""
     overwrite: Switch = False
-    """Replace a --json file that exists."""
+    """Replace a --json or --html file that exists."""
 
 
 def generate(args: GenerateArgs) -> None:
@@ -75,103 +81,40 @@ def generate(args: GenerateArgs) -> None:
 
 def inspect(args: InspectArgs) -> None:
     """Run `helm-rl trace inspect`."""
-    if args.json is not None:
-        check_outputs(args.overwrite, output=args.json)
-        if args.json.exists() and args.file.exists() and args.json.samefile(args.file):
-            raise UserError(f"{args.json} is the trace itself; name another file for --json")
-    with _working(f"reading {args.file.name}"):
-        summary = summarise(Trace.load(args.file))
+    check_outputs(args.overwrite, json=args.json, html=args.html)
+    for name, path in (("json", args.json), ("html", args.html)):
+        if path is not None and path.exists() and args.file.exists() and path.samefile(args.file):
+            raise UserError(f"{path} is the trace itself; name another file for --{name}")
+    with _working(f"reading {args.file.name}") as doing:
+        trace = Trace.load(args.file)
+        summary = summarise(trace, lambda what: doing(f"{args.file.name}: {what}"))
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, emoji=False)
-    for table in tables(summary):
+    for table in _tables(summary):
         console.print(table)
     if args.json is not None:
         write_text(args.json, json.dumps(asdict(summary), indent=2, allow_nan=False) + "\n")
+    if args.html is not None:
+        from helm_rl.workloads.page import write_page  # draws with matplotlib
+
+        with _working(f"drawing {args.html.name}"):
+            write_page(args.html, summary)
 
 
-def tables(summary: TraceSummary) -> list[Table]:
-    """Lay out a summary: what the trace is, its distributions, its phases, its history."""
+def _tables(summary: TraceSummary) -> Iterator[Table]:
+    """Lay out a summary for the terminal: what the trace is and what was done to it, then its tables."""
     what = Table(title=f"trace {escape(summary.name)}", title_justify="left", show_header=False)
     what.add_column("what", no_wrap=True)
     what.add_column("value", overflow="fold")
-    for name, value in _rows(summary):
+    for name, value in (*rows(summary), *history_rows(summary)):
         what.add_row(name, escape(value))
-    found = [what, _distributions(summary)]
-    if len(summary.phases) > 1 or summary.phases[0].asked_rate_per_s is not None:
-        found.append(_phases(summary))
-    return found
-
-
-def _rows(summary: TraceSummary) -> Iterator[tuple[str, str]]:
-    yield "source", summary.source + ("" if summary.seed is None else f", seed {summary.seed}")
-    span = summary.end_s - summary.start_s
-    yield "span", f"{span:,.3f} s, from {summary.start_s:,.3f} to {summary.end_s:,.3f}; origin {summary.origin_ns} ns"
-    yield "measured from", f"{summary.measure_from_s:,.3f} s: {summary.measured_requests:,} requests"
-    yield "segments", f"{summary.segments:,}"
-    yield "requests", f"{summary.requests:,}"
-    yield (
-        "rate",
-        f"mean {summary.rate_mean:,.2f}/s; peak {summary.rate_peak_1s:,.1f}/s over 1 s, "
-        f"{summary.rate_peak_10s:,.1f}/s over 10 s",
-    )
-    yield "users", f"{summary.users:,} of {summary.user_codes:,} codes; tenants: {summary.tenants:,}"
-    content = {
-        "law": f"histories by the Zipf law (exponent {summary.zipf_items})",
-        "items": "histories are the items recorded",
-        "blocks": f"histories are content blocks of {summary.block_tokens} tokens",
-    }
-    yield "content", content[summary.content]
-    yield (
-        "items",
-        f"{summary.items:,} of {summary.item_codes:,} codes, named {summary.item_references:,} times; "
-        f"the top 1 % are {summary.top_items_share:.1%} of it",
-    )
-    yield "returning", f"{summary.returning:.2%} of requests are by a user seen before"
-    yield "hot-user ratio", f"{summary.hot_user_ratio:.2%} of measured requests are by a user seen in the last 60 s"
-    for step in summary.steps:
-        yield "done", step
-    for reason, count in summary.dropped.items():
-        yield "left out", f"{reason}: {count:,}"
-    yield "sha256", summary.hash
-
-
-def _distributions(summary: TraceSummary) -> Table:
-    table = Table()
-    for column in ("", "mean", "min", "p10", "p50", "p90", "p99", "max"):
-        table.add_column(column, justify="right" if column else "left")
-    rows: list[tuple[str, Distribution, int]] = [
-        ("time until a user returns, s", summary.return_gap_s, 3),
-        ("requests per user", summary.requests_per_user, 2),
-        ("history, tokens", summary.history_tokens, 1),
-        ("new tokens per request", summary.new_tokens, 2),
-    ]
-    for name, distribution, digits in rows:
-        values = asdict(distribution).values()
-        table.add_row(name, *("-" if value is None else f"{value:,.{digits}f}" for value in values))
-    return table
-
-
-def _phases(summary: TraceSummary) -> Table:
-    table = Table()
-    for column in ("load", "from s", "to s", "requests", "rate /s", "asked /s", "factor", "hot share", "hot items"):
-        table.add_column(column, justify="left" if column == "load" else "right")
-    for phase in summary.phases:
-        asked = "-" if phase.asked_rate_per_s is None else f"{phase.asked_rate_per_s:g}"
-        if phase.asked_rate_end_per_s is not None:
-            asked += f" to {phase.asked_rate_end_per_s:g}"
-        if phase.ramp_s > 0:
-            asked += f", ramps of {phase.ramp_s:g} s"
-        table.add_row(
-            escape(phase.label),
-            f"{phase.start_s:,.1f}",
-            f"{phase.end_s:,.1f}",
-            f"{phase.requests:,}",
-            f"{phase.rate_per_s:,.2f}",
-            asked,
-            "-" if phase.factor is None else f"{phase.factor:.2f}",
-            f"{phase.hot_fraction:g}",
-            f"{phase.hot_items:,}",
-        )
-    return table
+    yield what
+    for text in tables(summary):
+        table = Table(title=text.title, title_justify="left")
+        for index, column in enumerate(text.columns):
+            table.add_column(column, justify="right" if index else "left")
+        for row in text.rows:
+            table.add_row(*map(escape, row))
+        yield table
 
 
 def _save(trace: Trace, path: Path, overwrite: bool) -> None:
@@ -185,11 +128,11 @@ def _save(trace: Trace, path: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _working(what: str) -> Iterator[None]:
-    """Show a spinner on stderr where it is a terminal."""
+def _working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner on stderr where it is a terminal; yields what changes its text."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield
+        yield lambda _: None
         return
-    with console.status(escape(what)):
-        yield
+    with console.status(escape(what)) as status:
+        yield lambda text: status.update(escape(text))

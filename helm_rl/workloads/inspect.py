@@ -1,17 +1,31 @@
-"""What is in a trace, in numbers: rates, users and how soon they return, histories, items, phases."""
+"""What is in a trace, in numbers: rates, users and how soon they return, histories, items, working sets, phases."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from helm_rl.workloads.popularity import ZipfFit, fit_zipf
 from helm_rl.workloads.trace import Int64Array, Trace
+
+if TYPE_CHECKING:
+    from helm_rl.workloads.curves import MissRatioCurve
 
 RETURN_NS = 60_000_000_000
 """A user who came within this time is hot (observation v1, hot_user_ratio)."""
+
+GAP_EDGES_S = (1.0, 10.0, 60.0, 300.0, 1800.0)
+"""Pauses between a user's requests are counted between these."""
+
+DISPERSION_WINDOWS_S = (0.1, 1.0, 10.0, 60.0, 600.0, 3600.0)
+_LEAST_WINDOWS = 10
+_MOST_WINDOWS = 120  # that a trace is cut into for what changes over time
+_POINTS = 80  # of a curve that is drawn
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,39 @@ class PhaseSummary:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """A miss-ratio curve: size (items, or tokens of histories), miss ratio and its standard error; k each."""
+
+    size: list[float]
+    miss_ratio: list[float]
+    standard_error: list[float]
+    rate: float  # share of the keys that was followed
+    working_set: float
+
+
+@dataclass(frozen=True)
+class OverTime:
+    """What changes over time: one number for each of k consecutive windows; None where a window has no request."""
+
+    window_s: float
+    start_s: list[float]
+    rate_per_s: list[float]
+    hot_user_ratio: list[float | None]
+    history_tokens_mean: list[float | None]
+    items: list[int]  # distinct items named: the working set of the embedding cache
+    users: list[int]  # distinct users
+    history_tokens: list[int]  # of those users, all together: the working set of the KV cache
+
+
+@dataclass(frozen=True)
+class Points:
+    """A curve to draw: x ascending, y."""
+
+    x: list[float]
+    y: list[float]
+
+
+@dataclass(frozen=True)
 class TraceSummary:
     """A trace in numbers. Times are seconds on the trace's clock, rates requests per second."""
 
@@ -63,6 +110,9 @@ class TraceSummary:
     rate_mean: float
     rate_peak_1s: float  # in the busiest second, wherever it starts
     rate_peak_10s: float
+    dispersion: dict[str, float]  # by window in s: variance of the requests in it over their mean; 1 for Poisson
+    same_instant: float  # share of requests that come at the instant of the one before
+    repeated: int  # requests of a user at the instant of his one before
     users: int  # that come at least once
     user_codes: int
     tenants: int
@@ -71,29 +121,52 @@ class TraceSummary:
     item_references: int
     top_items_share: float  # references to the most popular 1 % of the items named, over all
     zipf_items: float | None
+    popularity: ZipfFit | None  # None: too few items are named often enough
     returning: float  # share of requests whose user was in the trace before
     hot_user_ratio: float  # share of measured requests whose user came within the last 60 s
     return_gap_s: Distribution  # between requests of one user
+    return_gap_shares: dict[str, float]  # of those pauses, by their length
     requests_per_user: Distribution
     history_tokens: Distribution  # per request
     new_tokens: Distribution  # per request
+    embedding_curve: Curve | None  # None: no request names an item
+    kv_curve: Curve
+    over_time: OverTime
+    popularity_points: Points  # references over rank
+    gap_points: Points  # share of pauses up to x s
+    history_points: Points  # share of requests with a history of up to x tokens
     phases: tuple[PhaseSummary, ...]
     segments: int
     steps: tuple[str, ...]
     dropped: dict[str, int]
 
 
-def summarise(trace: Trace) -> TraceSummary:
-    """Compute the statistics of a trace; it is sorted a few times, so this takes seconds for ten million requests."""
+def summarise(trace: Trace, doing: Callable[[str], None] = lambda _: None) -> TraceSummary:
+    """Compute the statistics of a trace; it is sorted a few times, so this takes seconds for ten million requests.
+
+    doing: told, in a few words, what is done next.
+    """
+    from helm_rl.workloads.curves import embedding_curve, kv_curve  # numba takes half a second to import
+
     meta, arrival_ns = trace.meta, trace.arrival_ns
     start_ns, end_ns = meta.phases[0].start_ns, trace.end_ns
+    doing("users and their pauses")
     gap_ns = gaps_to_previous(arrival_ns, trace.user)
     returns = gap_ns >= 0
+    gap_s = gap_ns[returns] / 1e9
     measured = arrival_ns >= meta.measure_from_ns
-    hot = returning(trace)
+    hot = returns & (gap_ns <= RETURN_NS)
     _, visits = np.unique(trace.user, return_counts=True)
+    doing("popularity of items")
     _, references = np.unique(trace.item_values, return_counts=True)
-    top = -(-references.size // 100)
+    references = np.sort(references)[::-1]
+    doing("miss-ratio curve of the embedding cache")
+    emb = _curve(embedding_curve(trace)) if references.size else None
+    doing("miss-ratio curve of the KV cache")
+    kv = _curve(kv_curve(trace))
+    doing("working sets")
+    over_time = _over_time(trace, hot)
+    doing("the rest")
     return TraceSummary(
         name=meta.name,
         source=meta.source,
@@ -110,25 +183,59 @@ def summarise(trace: Trace) -> TraceSummary:
         rate_mean=len(trace) / ((end_ns - start_ns) / 1e9),
         rate_peak_1s=_peak(arrival_ns, 1_000_000_000),
         rate_peak_10s=_peak(arrival_ns, 10_000_000_000) / 10,
+        dispersion=dispersion(trace),
+        same_instant=float(np.count_nonzero(arrival_ns[1:] == arrival_ns[:-1]) / len(trace)),
+        repeated=int(np.count_nonzero(gap_ns == 0)),
         users=visits.size,
         user_codes=meta.users,
         tenants=np.unique(trace.tenant).size,
         items=references.size,
         item_codes=meta.items,
         item_references=trace.item_values.size,
-        top_items_share=float(np.sort(references)[references.size - top :].sum() / max(1, trace.item_values.size)),
+        top_items_share=float(references[: -(-references.size // 100)].sum() / max(1, trace.item_values.size)),
         zipf_items=meta.zipf_items,
+        popularity=fit_zipf(references),
         returning=float(returns.mean()),
         hot_user_ratio=float(hot[measured].mean()) if measured.any() else 0.0,
         return_gap_s=_distribution(gap_ns[returns], 1e9),
+        return_gap_shares=_gap_shares(gap_s),
         requests_per_user=_distribution(visits),
         history_tokens=_distribution(trace.history_tokens),
         new_tokens=_distribution(trace.new_tokens),
+        embedding_curve=emb,
+        kv_curve=kv,
+        over_time=over_time,
+        popularity_points=_by_rank(references),
+        gap_points=_shares_up_to(gap_s),
+        history_points=_shares_up_to(trace.history_tokens),
         phases=_phases(trace),
         segments=len(trace.segments()),
         steps=meta.steps,
         dropped=meta.dropped,
     )
+
+
+def dispersion(trace: Trace, windows_s: tuple[float, ...] = DISPERSION_WINDOWS_S) -> dict[str, float]:
+    """Return the index of dispersion, variance over mean of the requests per window, by the window's seconds.
+
+    1 for Poisson arrivals; more where they come together, or the rate changes. Windows that fit fewer than
+    10 times into the trace are left out.
+    """
+    found = {}
+    since_ns = trace.arrival_ns - trace.meta.phases[0].start_ns
+    span_ns = trace.end_ns - trace.meta.phases[0].start_ns
+    for window_s in windows_s:
+        window_ns = round(window_s * 1e9)
+        windows = span_ns // window_ns
+        if windows >= _LEAST_WINDOWS:
+            # Memory does not depend on how long the trace is: windows without a request are not stored.
+            occupied, counts = np.unique(since_ns // window_ns, return_counts=True)
+            counts = counts[occupied < windows].astype(np.float64)
+            mean = counts.sum() / windows
+            variance = ((counts**2).sum() - windows * mean**2) / (windows - 1)
+            if mean > 0:
+                found[f"{window_s:g}"] = float(variance / mean)
+    return found
 
 
 def returning(trace: Trace) -> npt.NDArray[np.bool_]:
@@ -158,6 +265,69 @@ def _distribution(values: npt.NDArray[Any], unit: float = 1.0) -> Distribution:
     ranks = [0] + [max(0, int(np.ceil(q * values.size)) - 1) for q in (0.1, 0.5, 0.9, 0.99)] + [values.size - 1]
     found = np.partition(values, sorted(set(ranks)))[ranks] / unit
     return Distribution(float(values.mean() / unit), *map(float, found))
+
+
+def _gap_shares(gap_s: npt.NDArray[np.float64]) -> dict[str, float]:
+    edges = [0.0, *GAP_EDGES_S]
+    labels = [f"{low:g} to {high:g} s" for low, high in itertools.pairwise(edges)]
+    counts = np.histogram(gap_s, [*edges, np.inf])[0] / max(1, gap_s.size)
+    return dict(zip([*labels, f"over {edges[-1]:g} s"], counts.tolist(), strict=True))
+
+
+def _curve(found: MissRatioCurve) -> Curve:
+    return Curve(
+        found.size.tolist(),
+        found.miss_ratio.tolist(),
+        found.standard_error.tolist(),
+        found.rate,
+        found.working_set,
+    )
+
+
+def _window_ns(span_ns: int) -> int:
+    """Return a round length of time that fits into the span at most _MOST_WINDOWS times."""
+    unit = 1_000_000
+    while True:
+        for factor in (1, 2, 5):
+            if span_ns <= _MOST_WINDOWS * unit * factor:
+                return unit * factor
+        unit *= 10
+
+
+def _over_time(trace: Trace, hot: npt.NDArray[np.bool_]) -> OverTime:
+    start_ns, end_ns = trace.meta.phases[0].start_ns, trace.end_ns
+    window_ns = _window_ns(end_ns - start_ns)
+    edges_ns = np.arange(start_ns, end_ns, window_ns)
+    bounds = np.append(np.searchsorted(trace.arrival_ns, edges_ns), len(trace)).tolist()
+    rate, ratio, mean, items, users, tokens = [], [], [], [], [], []
+    for i, (low, high) in enumerate(itertools.pairwise(bounds)):
+        some = high > low
+        rate.append((high - low) / (min(window_ns, end_ns - int(edges_ns[i])) / 1e9))
+        ratio.append(float(hot[low:high].mean()) if some else None)
+        mean.append(float(trace.history_tokens[low:high].mean()) if some else None)
+        named = trace.item_values[trace.item_offsets[low] : trace.item_offsets[high]]
+        items.append(int(np.unique(named).size))
+        who, latest = np.unique(trace.user[low:high][::-1], return_index=True)
+        users.append(int(who.size))
+        tokens.append(int(trace.history_tokens[low:high][::-1][latest].sum(dtype=np.int64)))
+    return OverTime(window_ns / 1e9, (edges_ns / 1e9).tolist(), rate, ratio, mean, items, users, tokens)
+
+
+def _by_rank(references: Int64Array) -> Points:
+    """Return references over rank, at ranks even in the logarithm."""
+    if references.size == 0:
+        return Points([], [])
+    ranks = np.unique(np.rint(np.geomspace(1, references.size, _POINTS)).astype(np.int64))
+    return Points(ranks.astype(float).tolist(), references[ranks - 1].astype(float).tolist())
+
+
+def _shares_up_to(values: npt.NDArray[Any]) -> Points:
+    """Return the share of values up to x, at the quantiles."""
+    if values.size == 0:
+        return Points([], [])
+    share = np.linspace(0, 1, _POINTS)
+    at = np.sort(values)[np.minimum((share * values.size).astype(np.int64), values.size - 1)]
+    return Points(at.astype(float).tolist(), share.tolist())
 
 
 def _phases(trace: Trace) -> tuple[PhaseSummary, ...]:

@@ -1,0 +1,205 @@
+"""What is said about a trace is so, and its page shows it."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helm_rl import cli
+from helm_rl.workloads.generate import generate, zipf_codes
+from helm_rl.workloads.inspect import TraceSummary, dispersion, summarise
+from helm_rl.workloads.page import render
+from helm_rl.workloads.popularity import fit_zipf
+from helm_rl.workloads.trace import Trace, TraceMeta, TracePhase
+from helm_rl.workloads.wording import popularity_in_words
+from tests.helm_rl.workloads.loads import flash_sale, scenario
+
+SECOND = 1_000_000_000
+
+
+def trace_of(arrival_s: list[float], users: list[int], items: list[list[int]], histories: list[int]) -> Trace:
+    """A recorded trace of a few requests; all the items that a request names are new."""
+    counts = [len(named) for named in items]
+    end_ns = round(arrival_s[-1] * SECOND) + 1
+    return Trace(
+        arrival_ns=np.rint(np.array(arrival_s) * SECOND).astype(np.int64),
+        user=np.array(users, np.int64),
+        tenant=np.zeros(len(users), np.int32),
+        phase=np.zeros(len(users), np.int32),
+        history_tokens=np.array(histories, np.int32),
+        new_tokens=np.array(counts, np.int32),
+        item_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        item_values=np.array([item for named in items for item in named], np.int64),
+        meta=TraceMeta(
+            name="a <b> & $x$",
+            source="test",
+            origin_ns=0,
+            measure_from_ns=0,
+            users=max(users) + 1,
+            items=1 + max((max(named) for named in items if named), default=0),
+            content="items",
+            phases=(TracePhase(label="base", start_ns=0, end_ns=end_ns),),
+            steps=("sorted <i>",),
+            dropped={"blank lines": 3},
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def burst() -> TraceSummary:
+    return summarise(generate(flash_sale()))
+
+
+def test_windows_show_what_changes_over_time() -> None:
+    trace = trace_of(
+        [0, 0.5, 0.5, 61, 119.9],
+        [0, 1, 0, 0, 1],
+        [[7], [7, 8], [9], [7, 7], [1]],
+        [10, 20, 11, 13, 21],
+    )
+    found = summarise(trace)
+    over = found.over_time
+    assert over.window_s == 1
+    assert len(over.start_s) == 120
+    assert (over.start_s[0], over.start_s[61]) == (0, 61)
+    assert (over.items[0], over.items[61], over.items[1]) == (3, 1, 0)
+    assert (over.users[0], over.history_tokens[0]) == (2, 20 + 11)
+    assert over.history_tokens[61] == 13
+    assert over.hot_user_ratio[0] == pytest.approx(1 / 3)
+    assert over.hot_user_ratio[1] is None
+    assert over.hot_user_ratio[61] == 0  # 60.5 s after his last
+    assert over.rate_per_s[0] == 3
+    assert over.history_tokens_mean[0] == pytest.approx(41 / 3)
+    assert found.same_instant == pytest.approx(1 / 5)
+    assert found.repeated == 0
+    assert found.return_gap_shares == {
+        "0 to 1 s": pytest.approx(1 / 3),
+        "1 to 10 s": 0,
+        "10 to 60 s": 0,
+        "60 to 300 s": pytest.approx(2 / 3),
+        "300 to 1800 s": 0,
+        "over 1800 s": 0,
+    }
+    assert found.top_items_share == pytest.approx(4 / 7)
+    assert found.popularity_points.y[0] == 4
+    assert found.embedding_curve is not None
+    assert found.embedding_curve.working_set == 4
+    assert found.kv_curve.working_set == 13 + 21
+
+
+def test_dispersion_is_the_variance_over_the_mean() -> None:
+    trace = trace_of([*range(20), 20.5], [0] * 21, [[0]] * 21, [1] * 21)
+    assert dispersion(trace, (1.0,)) == {"1": pytest.approx(0, abs=1e-12)}
+    twice = trace_of([2.0 * (i // 4) for i in range(40)] + [20.0], [0] * 41, [[0]] * 41, [1] * 41)
+    counts = np.array([4, 0] * 10)
+    assert dispersion(twice, (1.0, 60.0)) == {"1": pytest.approx(counts.var(ddof=1) / counts.mean())}
+
+
+def test_poisson_arrivals_have_a_dispersion_of_one_and_visits_more() -> None:
+    single = dispersion(generate(scenario(seconds=2000, rate=50, requests_per_visit=1)), (1.0, 10.0))
+    assert single["1"] == pytest.approx(1, abs=0.13)
+    assert single["10"] == pytest.approx(1, abs=0.4)
+    # Requests of visits come together: over windows far longer than a visit, a geometric number n of them has
+    # E[n^2] / E[n] = 2 * 5 - 1.
+    visits = dispersion(generate(scenario(seconds=20_000, rate=20, requests_per_visit=5, think_s=0.5)), (60.0,))
+    assert visits["60"] == pytest.approx(9, rel=0.25)
+
+
+@pytest.mark.parametrize("exponent", [0.6, 0.9, 1.05, 1.4])
+def test_the_exponent_of_a_law_is_found_and_it_fits(exponent: float) -> None:
+    counts = np.unique(zipf_codes(np.random.default_rng(5), 300_000, exponent, 100_000), return_counts=True)[1]
+    fit = fit_zipf(counts)
+    assert fit is not None
+    assert fit.exponent == pytest.approx(exponent, rel=0.03)
+    assert fit.fits
+    assert "; it fits" in popularity_in_words(fit)
+
+
+def test_what_is_no_law_is_said_to_be_none(burst: TraceSummary) -> None:
+    assert burst.popularity is not None
+    assert not burst.popularity.fits  # the law, and a hot set beside it
+    assert popularity_in_words(burst.popularity).startswith("no Zipf law fits")
+    steps = fit_zipf(np.concatenate([np.full(50, 1000), np.full(5000, 20)]))
+    assert steps is not None
+    assert not steps.fits
+    assert fit_zipf(np.full(100_000, 2)) is None
+    assert fit_zipf(np.zeros(0, np.int64)) is None
+    assert "too few items" in popularity_in_words(None)
+
+
+def test_everything_said_is_json(burst: TraceSummary) -> None:
+    json.dumps(asdict(burst), allow_nan=False)
+    no_items = trace_of([0, 1], [0, 1], [[], []], [3, 4])
+    found = summarise(no_items)
+    assert found.embedding_curve is None
+    assert found.popularity_points.x == []
+    json.dumps(asdict(found), allow_nan=False)
+    assert render(found).count("<svg") == 10
+    assert found.dispersion == {"0.1": pytest.approx(1, rel=0.2)}
+
+
+class _Page(html.parser.HTMLParser):
+    """Collects tags, ids and what the page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href", "srcset"):
+                self.links.append(value or "")
+
+
+def test_the_page_loads_nothing_and_shows_what_there_is() -> None:
+    text = render(summarise(trace_of([0, 5, 9], [0, 1, 0], [[1], [2], [1]], [5, 6, 7])))
+    page = _Page()
+    page.feed(text)
+    assert page.tags.count("svg") == 10
+    assert not {"script", "img", "i"} & set(page.tags)
+    assert page.tags.count("link") == 1
+    assert "<b>a" not in text
+    assert "a &lt;b&gt; &amp; $x$" in text
+    assert "sorted &lt;i&gt;" in text
+    assert "Left out, blank lines: 3" in text
+    assert len(set(page.ids)) == len(page.ids)
+    assert {link.removeprefix("#") for link in page.links if link != "data:,"} <= set(page.ids)
+    assert not re.search(r"url\((?!#)", text)
+    # No colour but the style sheet's, so that the page can be dark.
+    assert not re.search(r"#0[1-6]0[1-6]0[1-6]", text)
+    assert re.findall(r"(?:fill|stroke): (#\w+)", text) == []
+
+
+def test_the_page_names_the_phases(burst: TraceSummary) -> None:
+    text = render(burst)
+    assert "Shaded: a phase that adds load" in text
+    assert "(exact)" not in text
+    assert "Every key was followed" in text
+    sampled = replace(burst, kv_curve=replace(burst.kv_curve, rate=0.25))
+    assert "25.0% of the keys" in render(sampled)
+
+
+def test_inspect_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = trace_of([0, 5, 9], [0, 1, 0], [[1], [2], [1]], [5, 6, 7])
+    trace.save(tmp_path / "t.parquet")
+    asked = ["trace", "inspect", str(tmp_path / "t.parquet"), "--html"]
+    assert cli.main([*asked, str(tmp_path / "t.html")]) == 0
+    assert "misses of an LRU cache" in capsys.readouterr().out
+    assert (tmp_path / "t.html").read_text().startswith("<!doctype html>")
+    assert cli.main([*asked, str(tmp_path / "t.html")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert cli.main([*asked, str(tmp_path / "t.parquet"), "--overwrite"]) == 2
+    assert "is the trace itself" in capsys.readouterr().err
+    assert cli.main([*asked, str(tmp_path / "x"), "--json", str(tmp_path / "x")]) == 2
+    assert "name the same file" in capsys.readouterr().err

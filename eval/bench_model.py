@@ -41,12 +41,13 @@ class Args:
     a request, from libCacheSim's hit ratio; 1000 to 100000 and unbounded), the same .one_by_one,
     model.blocks_hit_ratio.<slots>[.{one_by_one,libcachesim_lru}];
     sampling: from a run with every row looked up and each request charged its own misses, the largest of all seeds, for
-    the base load alone (cold), the phase's users alone (hot), and those while they come up (onset, no goals):
+    the base load alone (cold), the phase's users alone (hot), and the same while they come up (onset, no goals):
     model.sampling.{kv,emb}_hit_error.<regime>, model.sampling.link_error.<regime> (of the link's bytes),
     model.sampling.p99_error.<regime>.{limit,moderate,saturated} (a link with which the true P99 is the SLO, one 1.5
     times as fast, and one that is busy .9 of the time, which has no goal: there 1 % more bytes are 10 % more wait),
     the same .<slots> for other numbers of sampled slots than the node's own,
-    model.sampling.<regime>.<load>.<seed>.{p99_ms,link_busy} (of the true run), model.little_error.sampling.
+    model.sampling.<regime>.<load>.<seed>.{p99_ms,link_busy,p99_gain_per_percent} (of the true run; the last is what its
+    P99 gains by 1 % more bytes), model.little_error.sampling.
     """
 
     parts: tuple[Part, ...] = PARTS

@@ -129,7 +129,6 @@ class ClusterSim:
             clocks=np.zeros(cluster_loop.N_CLOCKS, np.int64),
             refresh_ns=np.array([round(self.scenario.router.refresh_s * 1e9)]),
             slo_ns=np.array([slo_ns]),
-            next_ns=np.full(nodes, queues.FOREVER_NS),
             idle_ns=np.zeros(nodes, np.int64),
             seen_ns=np.zeros(nodes, np.int64),
             emb=np.ones((nodes, phases)),
@@ -208,7 +207,6 @@ class ClusterSim:
         node = self.nodes[k]
         left = queues.present(node.state.queue)
         self.up[k] = False
-        self.state.next_ns[k] = queues.FOREVER_NS
         self._moved += int(left.size)
         for request in left:
             cluster_loop.place(self.state, int(request), self.now_ns)

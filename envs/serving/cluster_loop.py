@@ -36,8 +36,7 @@ class ClusterState(NamedTuple):
     clocks: npt.NDArray[np.int64]
     refresh_ns: npt.NDArray[np.int64]  # [1] age up to which loads and hit rates are seen; 0: as they are
     slo_ns: npt.NDArray[np.float64]  # [1]
-    next_ns: npt.NDArray[np.int64]  # [N] before which a node's queues do not change by themselves
-    idle_ns: npt.NDArray[np.int64]  # [N] when a node will have done all that it has
+    idle_ns: npt.NDArray[np.int64]  # [N] when a node will have done all that it has, as of the last request it got
     seen_ns: npt.NDArray[np.int64]  # [N] the same as the router saw it
     emb: npt.NDArray[np.float64]  # [N, F] share of the rows of a phase's requests that a node holds
     seen_emb: npt.NDArray[np.float64]  # [N, F]
@@ -64,7 +63,11 @@ def pack_history(state: kv.KvState) -> npt.NDArray[np.uint8]:
 
 @kernel
 def run(cluster: ClusterState, until_ns: int) -> None:
-    """Serve every request that arrives before `until_ns`, and every node that is up until then."""
+    """Serve every request that arrives before `until_ns`, and every node that is up until then.
+
+    A node is taken up when it gets a request, not at every event of its queues: of many nodes, all that belongs to one
+    has left the processor's caches by then. What it did meanwhile happens at its own times all the same.
+    """
     clocks = cluster.clocks
     arrival_ns = cluster.requests.arrival_ns
     i = clocks[NEXT_REQUEST]
@@ -72,23 +75,20 @@ def run(cluster: ClusterState, until_ns: int) -> None:
         place(cluster, i, arrival_ns[i])
         i += 1
     clocks[NEXT_REQUEST] = i
-    for k in range(cluster.next_ns.size):
+    for k in range(cluster.idle_ns.size):
         if cluster.router.up[k]:
-            _advance(cluster, k, until_ns)
+            _advance(cluster.nodes[k], until_ns, cluster.idle_ns[k : k + 1])
 
 
 @kernel
 def place(cluster: ClusterState, i: int, now_ns: int) -> None:
     """Send request `i`, which comes to the cluster at `now_ns`, to a node."""
-    for k in range(cluster.next_ns.size):
-        if cluster.next_ns[k] <= now_ns:
-            _advance(cluster, k, now_ns)
     k = decide(cluster, i, now_ns)
     if k == NOWHERE:
         latency.shed(cluster.refused, i)
         return
     cluster.node_of[i] = k
-    _serve(cluster.nodes[k], i, now_ns, cluster.next_ns[k : k + 1], cluster.idle_ns[k : k + 1], cluster.emb[k])
+    _serve(cluster.nodes[k], i, now_ns, cluster.idle_ns[k : k + 1], cluster.emb[k])
 
 
 @inner
@@ -102,7 +102,7 @@ def decide(cluster: ClusterState, i: int, now_ns: int) -> int:
 def _look_around(cluster: ClusterState, i: int, now_ns: int) -> None:
     """Write what is known of every node, and of what it has for the request, to the router."""
     router, requests = cluster.router, cluster.requests
-    nodes = cluster.next_ns.size
+    nodes = cluster.idle_ns.size
     refresh_ns = cluster.refresh_ns[0]
     if refresh_ns == 0 or now_ns - cluster.clocks[REFRESHED_NS] >= refresh_ns:
         cluster.clocks[REFRESHED_NS] = now_ns
@@ -138,18 +138,10 @@ def _held(history: npt.NDArray[np.uint8], user: int, tokens: int) -> float:
     return float(min(cache.tokens[e], tokens))
 
 
-@inner
-def _advance(cluster: ClusterState, k: int, now_ns: int) -> None:
-    _advance_node(cluster.nodes[k], now_ns, cluster.next_ns[k : k + 1], cluster.idle_ns[k : k + 1])
-
-
 @kernel
-def _advance_node(
-    one: npt.NDArray[np.uint8], now_ns: int, next_ns: npt.NDArray[np.int64], idle_ns: npt.NDArray[np.int64]
-) -> None:
+def _advance(one: npt.NDArray[np.uint8], now_ns: int, idle_ns: npt.NDArray[np.int64]) -> None:
     node = packed.load(one)
     loop.advance(node, now_ns)
-    next_ns[0] = queues.next_event_ns(node.queue)
     idle_ns[0] = now_ns + np.int64(min(queues.backlog_ns(node.queue, now_ns), 2.0**60))
 
 
@@ -158,14 +150,12 @@ def _serve(
     one: npt.NDArray[np.uint8],
     i: int,
     now_ns: int,
-    next_ns: npt.NDArray[np.int64],
     idle_ns: npt.NDArray[np.int64],
     emb: npt.NDArray[np.float64],
 ) -> None:
     node = packed.load(one)
     loop.advance(node, now_ns)
     loop.serve(node, i, now_ns)
-    next_ns[0] = queues.next_event_ns(node.queue)
     idle_ns[0] = now_ns + np.int64(min(queues.backlog_ns(node.queue, now_ns), 2.0**60))
     for phase in range(emb.size):
         hot = node.rows.hot_fraction[phase]

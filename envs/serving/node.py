@@ -217,7 +217,7 @@ class NodeSim:
         own_pool = pool.new_pool_state(pages, 2)
         self._pool = own_pool
         self.set_target(alpha)
-        most = min(pages - 1, math.ceil(scenario.control.alpha_max * pages) + 1)
+        most = largest_partition(scenario, pages)
         policy = embedding.POLICIES[self.hardware.emb_policy]
         scratch = embedding.new_embedding_scratch(max(1024, loop.REFILL_ROWS, self._rows.max_rows, self._sampled_rows))
         latency_ms = np.full(len(trace), np.nan, np.float32) if self._shared_ms is None else self._shared_ms
@@ -428,6 +428,11 @@ class NodeSim:
             float(0.01 * emb_hits / requests * self._row_ms),
             float(0.01 * kv_pages / requests * self.page_tokens * token_ms),
         )
+
+
+def largest_partition(scenario: Scenario, pages: int) -> int:
+    """Return the most pages that the embedding cache can come to own, for which its index is sized."""
+    return min(pages - 1, math.ceil(scenario.control.alpha_max * pages) + 1)
 
 
 def page_layout(hardware: HardwareSection, model: ModelProfile) -> tuple[int, int, int]:

@@ -7,13 +7,13 @@ request what it missed itself. It has its own queue, a link and batches, written
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_engine.backends.cpu import embedding, kv, pool
-from envs.serving.node import EMB, KV, MAX_SAMPLED_SLOTS, NodeSim, page_layout
+from envs.serving.node import EMB, KV, MAX_SAMPLED_SLOTS, NodeSim, largest_partition, page_layout
 from envs.serving.rows import build_rows, candidate_rows, history_rows
 from eval.model.queues import LITTLE_GOAL, little_error
 from helm_rl.errors import UserError
@@ -88,9 +88,9 @@ class Outcome:
 def regimes(scenario: Scenario, seconds: float) -> list[Regime]:
     """Return the base load alone (cold) and the first phase's users alone (hot), as `helm-rl bench env` has them.
 
-    Cold, `seconds` are compared, after the scenario's warm-up. Hot, they are the phase's from when it is up until it
-    goes down, and what comes before is compared apart, the onset; a thousandth of the base stays, for a base load
-    there must be. However long the queue, no request is shed.
+    Cold, `seconds` are compared, after the scenario's warm-up. Hot, they are the phase's from one ramp after it is up
+    until it goes down, when the queue of its coming up is gone; what comes before is compared apart, the onset. A
+    thousandth of the base stays, for a base load there must be. However long the queue, no request is shed.
 
     Raises:
         UserError: the scenario has no phase, or no base load.
@@ -102,13 +102,13 @@ def regimes(scenario: Scenario, seconds: float) -> list[Regime]:
     load, phase = fields["load"], scenario.load.phase[0]
     length_ns, ramp_ns = round(seconds * 1e9), round(phase.ramp_s * 1e9)
     cold = fields | {"seconds": seconds, "load": load | {"phase": ()}}
-    whole = phase.model_dump() | {"start_s": 0.0, "seconds": seconds + 2 * phase.ramp_s}
+    whole = phase.model_dump() | {"start_s": 0.0, "seconds": seconds + 3 * phase.ramp_s}
     few = {"rate": load["rate"] / 1000, "rate_end": None, "phase": (whole,)}
     hot = fields | {"seconds": whole["seconds"], "load": load | few}
-    onset = (Part("onset", 0, ramp_ns),) if ramp_ns else ()
+    onset = (Part("onset", 0, 2 * ramp_ns),) if ramp_ns else ()
     return [
         Regime("cold", Scenario.model_validate(cold), (Part("cold", 0, length_ns),)),
-        Regime("hot", Scenario.model_validate(hot), (*onset, Part("hot", ramp_ns, ramp_ns + length_ns))),
+        Regime("hot", Scenario.model_validate(hot), (*onset, Part("hot", 2 * ramp_ns, 2 * ramp_ns + length_ns))),
     ]
 
 
@@ -139,7 +139,8 @@ def serve_unsampled(scenario: Scenario, trace: Trace, alpha: float, advance: Adv
     memory.goal[EMB] = round(alpha * pages)
     memory.goal[KV] = pages - memory.goal[EMB]
     policy = embedding.POLICIES[scenario.hardware.emb_policy]
-    rows = embedding.new_embedding_state(pages, rows_per_page, int(memory.goal[EMB]) + 1, EMB, policy)
+    most = largest_partition(scenario, pages)  # of an index as large as a node's
+    rows = embedding.new_embedding_state(pages, rows_per_page, most, EMB, policy)
     users = kv.new_kv_state(pages, page_tokens, KV)
     embedding.accept_pages(rows, memory, pages)
     kv.accept_pages(users, memory, pages)
@@ -216,7 +217,8 @@ def measure_sampling(
     """Compare nodes with the reference at alpha .5 in both regimes; return figures, and which slots reach the goals.
 
     Every seed is another draw of arrivals; an error is the largest over seeds. Loads are those of `linked_loads`; the
-    goals hold for moderate and limit.
+    goals hold for moderate and limit. How much the reference's own P99 gains by 1 % more bytes is a figure too: near
+    the limit a queue makes much of little.
 
     Args:
         scenario: whose base load and first phase are served.
@@ -243,6 +245,9 @@ def measure_sampling(
                 share = exact[-1].link_ns / (settled.end_ns - settled.start_ns)
                 figures[f"model.sampling.{regime.name}.{load}.{seed}.p99_ms"] = Figure(exact[-1].p99_ms, "ms", "lower")
                 figures[f"model.sampling.{regime.name}.{load}.{seed}.link_busy"] = Figure(share, "", "lower")
+                more = replace(charges, link_bytes=charges.link_bytes * 1.01)
+                gain = reference_outcomes(linked, trace, more, (settled,))[0].p99_ms / exact[-1].p99_ms - 1.0
+                figures[f"model.sampling.{regime.name}.{load}.{seed}.p99_gain_per_percent"] = Figure(gain, "", "lower")
                 for size in slots:
                     advance(f"{where}: {load}, {size:,} sampled slots")
                     found, error = node_outcomes(linked, trace, regime.parts, size, count=size == MAX_SAMPLED_SLOTS)

@@ -98,8 +98,8 @@ def test_links_are_set_by_the_slo() -> None:
 def test_the_two_regimes() -> None:
     cold, hot = regimes(scenario(), 3.0)
     assert [(part.name, part.start_ns, part.end_ns) for part in hot.parts] == [
-        ("onset", 0, 10**9),
-        ("hot", 10**9, 4 * 10**9),
+        ("onset", 0, 2 * 10**9),
+        ("hot", 2 * 10**9, 5 * 10**9),
     ]
     assert cold.scenario.load.phase == ()
     trace = generate(hot.scenario, 1)
@@ -133,5 +133,6 @@ def test_figures_and_verdict() -> None:
         assert figures[f"model.sampling.p99_error.{regime}.saturated"].goal is None
         assert figures[f"model.sampling.kv_hit_error.{regime}"].value < 1e-9
         assert 48 < figures[f"model.sampling.{regime}.limit.1.p99_ms"].value <= 50
+        assert 0 < figures[f"model.sampling.{regime}.limit.1.p99_gain_per_percent"].value < 1
     assert figures["model.sampling.emb_hit_error.onset"].goal is None
     assert verdict.startswith("All goals are reached with ")

@@ -262,15 +262,6 @@ def advance(queue: QueueState, now_ns: int) -> None:
             _start_piece(queue, piece_start)
 
 
-@kernel
-def next_event_ns(queue: QueueState) -> int:
-    """Return the time before which `advance` changes nothing; FOREVER_NS if it never will."""
-    clocks = queue.clocks
-    link_end = clocks[LINK_END] if clocks[ON_LINK] != IDLE else FOREVER_NS
-    batch_end = clocks[BATCH_END] if clocks[BATCH] > 0 else FOREVER_NS
-    return min(link_end, batch_end, _batch_start(queue), _piece_start(queue))
-
-
 @inner
 def _batch_start(queue: QueueState) -> int:
     """Return when an idle accelerator finds a request that is ready."""

@@ -27,6 +27,7 @@ MAX_INTERVALS = 4_000_000  # 46 days of 1 s; each is kept, so this is GiBs and m
 _MIN_PAGES = 16
 _HEAD_ROWS = 65_536
 _GHOST_BUCKETS = 256
+CURVE_STEPS = 64  # of WindowStats.emb_saved_ms
 GHOST_MEMORY_S = 30.0
 _MARGIN_SPAN = 0.04  # margins are slopes of the ghost's curve over this share of the pool on either side
 _PIECE_BYTES = 1 << 20  # of what is fetched in the background
@@ -330,7 +331,8 @@ class NodeSim:
         start_ns, self.now_ns = self.now_ns, until_ns
         w, q, sums = node.window, queue.measured.window, queue.sums
         self._ghost_requests += w[loop.ARRIVALS]
-        emb_margin, kv_margin = self._margins()
+        emb_ms, kv_ms = self._ghost_hit_ms()
+        emb_hits, kv_hits = node.emb_ghost.hits, node.kv_ghost.hits
 
         def whole(count: float) -> int:  # of a sample: an estimate
             return round(float(count))
@@ -360,10 +362,12 @@ class NodeSim:
             backlog_pages=int(np.abs(self._pool.owned - self._pool.goal).max()),
             moved_pages=int(w[loop.MOVED]),
             pages=self.pages,
-            emb_margin_ms=emb_margin,
-            kv_margin_ms=kv_margin,
+            emb_margin_ms=0.01 * _slope(emb_hits, self.alpha) * emb_ms,
+            kv_margin_ms=0.01 * _slope(kv_hits, 1.0 - self.alpha) * kv_ms,
             fetched_bytes=float(w[loop.FETCHED]),
             refilled_bytes=float(w[loop.REFILLED]),
+            emb_saved_ms=_curve(emb_hits, emb_ms),
+            kv_saved_ms=_curve(kv_hits, kv_ms),
         )
 
     def save(self) -> NodeSnapshot:
@@ -414,19 +418,16 @@ class NodeSim:
                 f"to {present:g} requests x ns, and their times in the system to {took:g} ns"
             )
 
-    def _margins(self) -> tuple[float, float]:
-        """Return the ms per request that 1 % more of the pool would save as EMB and as KV, from the ghosts' slopes."""
+    def _ghost_hit_ms(self) -> tuple[float, float]:
+        """Return the ms per request that a hit of each ghost, of rows and of users, stands for; 0 without requests."""
         requests = self._ghost_requests
         if requests == 0:
             return 0.0, 0.0
-        node = self.state
-        emb_hits = _slope(node.emb_ghost.hits, self.alpha) / (self._ghost_rate * self.rate)
-        kv_pages = _slope(node.kv_ghost.hits, 1.0 - self.alpha)
-        fetches = node.fetch_rate[loop.REREAD] * self._rows.state.tail_share[0]
+        fetches = self.state.fetch_rate[loop.REREAD] * self._rows.state.tail_share[0]
         token_ms = self._token_ms + self._features * fetches * self._row_ms
         return (
-            float(0.01 * emb_hits / requests * self._row_ms),
-            float(0.01 * kv_pages / requests * self.page_tokens * token_ms),
+            float(self._row_ms / (self._ghost_rate * self.rate) / requests),
+            float(self.page_tokens * token_ms / requests),
         )
 
 
@@ -461,6 +462,12 @@ def _slope(hits: npt.NDArray[np.float64], share: float) -> float:
     low = max(0, int((share - _MARGIN_SPAN) * hits.size))
     high = min(hits.size, max(low + 1, math.ceil((share + _MARGIN_SPAN) * hits.size)))
     return float(hits[low:high].sum()) * hits.size / (high - low)
+
+
+def _curve(hits: npt.NDArray[np.float64], hit_ms: float) -> tuple[float, ...]:
+    """Return what 0, 1 / CURVE_STEPS, ..., 1 of the pool would save, by a ghost whose hits are worth `hit_ms` each."""
+    total = np.cumsum(hits.reshape(CURVE_STEPS, -1).sum(1)) * hit_ms
+    return (0.0, *total.tolist())
 
 
 def plain(trace: Trace) -> Trace:

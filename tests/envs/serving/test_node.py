@@ -16,7 +16,7 @@ import pytest
 
 from cache_engine.backends.cpu import embedding, kv_host
 from envs.serving import loop
-from envs.serving.node import NodeSim
+from envs.serving.node import CURVE_STEPS, NodeSim
 from helm_rl.errors import UserError
 from helm_rl.metrics import SHED_FACTOR, WindowStats, p99_ms
 from helm_rl.profiles.hardware import HARDWARE
@@ -349,6 +349,20 @@ def test_pages_for_histories_gain_where_the_next_one_would_just_fit() -> None:
     assert margins[0] == margins[2] == 0
     # 4 pages of 128 tokens a request, spread over the .04 of the pool to either side.
     assert margins[1] == pytest.approx(0.01 * 4 * 128 * TOKEN_MS / 0.08, rel=0.1)
+
+
+def test_curves_say_what_any_share_of_the_pool_would_save() -> None:
+    """The same users: nothing with less than .47 of the pool, all of their prefill with more."""
+    n = 900
+    made = trace((np.arange(n) * 10.0).tolist(), user=(np.arange(n) % 30).tolist(), history=512, new=0)
+    small = scenario(hardware__link_gb_s=1e4, model__candidates=0)
+    window = serve(NodeSim(small, made, 0.5))[-1]
+    saved = np.array(window.kv_saved_ms)
+    share = np.linspace(0, 1, saved.size)
+    assert saved.size == len(window.emb_saved_ms) == CURVE_STEPS + 1
+    assert saved[share < 0.45].max() == 0.0
+    assert saved[share > 0.49] == pytest.approx(4 * 128 * TOKEN_MS, rel=0.1)
+    assert np.diff(window.emb_saved_ms).min() >= 0.0
 
 
 def test_it_starts_where_it_is_told(load: tuple[Scenario, Trace]) -> None:

@@ -20,6 +20,8 @@ _MAX_FILE_BYTES = 1 << 20
 MOST_TENANTS = 16
 Load = Literal["limit", "moderate"]
 MODERATE = 0.7
+# Fields of [load] that came after hashes of scenarios had been written down: at their defaults they are no part of one.
+_LATER_FIELDS = ("think_sigma", "zipf_users", "rate_cv", "rate_cv_s", "day", "day_s", "renewed_per_hour")
 
 
 def _whole(value: Any) -> Any:
@@ -129,6 +131,7 @@ class ControlSection(_Section):
 _RequestRate = Annotated[Real, Field(ge=0, le=1e7)]
 _RequestsPerVisit = Annotated[Real, Field(ge=1, le=10_000)]
 _ThinkSeconds = Annotated[Real, Field(gt=0, le=86_400)]
+_DayWeight = Annotated[Real, Field(ge=0, le=1e9)]
 _HotItems = Annotated[Whole, Field(ge=1, le=10**12)]
 
 
@@ -163,6 +166,13 @@ class LoadSection(_Section):
     history_sigma: Annotated[Real, Field(ge=0, le=4)] = 1.0  # of the logarithm
     history_max: Annotated[Whole, Field(ge=1, le=1 << 24)] = 8192
     new_tokens_mean: Annotated[Real, Field(ge=1, le=10_000)] = 4.0  # events appended per request
+    think_sigma: Annotated[Real, Field(ge=0, le=4)] = 0.0  # of the logarithm of pauses, then lognormal; 0: exponential
+    zipf_users: Annotated[Real, Field(ge=0, le=10)] = 0.0  # exponent of how often users come; 0: all alike
+    rate_cv: Annotated[Real, Field(ge=0, le=10)] = 0.0  # the rate of visits varies at random: sd over mean
+    rate_cv_s: Annotated[Real, Field(ge=0.001, le=1e8)] = 10.0  # mean seconds for which it stays the same
+    day: Annotated[tuple[_DayWeight, ...], Field(max_length=1440)] = ()  # rates over a day, against each other
+    day_s: Annotated[Real, Field(gt=0, le=1e8)] = 86_400.0  # length of that day on the scenario's clock
+    renewed_per_hour: Annotated[Real, Field(ge=0, le=1e4)] = 0.0  # share of items whose place a new one takes
     phase: tuple[LoadPhase, ...] = ()
 
     @property
@@ -183,6 +193,13 @@ class LoadSection(_Section):
         hot = [part.hot_items for part in self.parts if part.hot_fraction > 0]
         if sum(hot) > self.items:
             raise ValueError(f"the hot sets hold {sum(hot)} items together, but there are only items = {self.items}")
+        if self.renewed_per_hour > 0 and max(self.items // 2, 1) + sum(hot) >= self.items:
+            raise ValueError(
+                f"renewed_per_hour = {self.renewed_per_hour:g} takes new items from the less popular half, beside the "
+                f"hot sets; items = {self.items} leaves none"
+            )
+        if self.day and not sum(self.day) > 0:
+            raise ValueError("day has no weight above 0: there would be no request at any hour")
         return self
 
 
@@ -285,7 +302,11 @@ def scenario_names() -> list[str]:
 
 def scenario_hash(scenario: Scenario) -> str:
     """Return the sha256 (hex) of the canonical JSON: equal for equal fields, however the file was written."""
-    text = json.dumps(scenario.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    document = scenario.model_dump(mode="json")
+    for name in _LATER_FIELDS:
+        if getattr(scenario.load, name) == LoadSection.model_fields[name].default:
+            del document["load"][name]
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 

@@ -12,29 +12,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from helm_rl.errors import UserError
 from helm_rl.scenario import LoadPhase, LoadSection, Scenario, scenario_hash
-from helm_rl.workloads.trace import BASE, Trace, TraceMeta, TracePhase, gather, running_total
+from helm_rl.workloads.trace import BASE, Trace, TraceMeta, TracePhase
 
 MAX_REQUESTS = 50_000_000
 MAX_ITEMS = 1_000_000_000
 _FACTOR_WINDOW_S = 300.0
 _PIECE = 1 << 20  # numbers that are drawn at a time
+_TABLE = 2048  # ranks of a Zipf law that are looked up
+_GUIDE = 1 << 15  # places at which to begin to look
+_CUBICS = 1 << 14  # pieces of the rest of the law
 _GRID = 4096  # pieces of constant rate that a drift is drawn with
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class _Rate:
     """A request rate over [start_s, end_s): constant until drift_s, then linear from `first` to `last`.
 
-    Over the first and the last `ramp_s` it is scaled, linearly from and to nothing.
+    Over the first and the last `ramp_s` it is scaled, linearly from and to nothing. With `day`, weights over a day of
+    `day_s` that begins at 0, it follows them, linearly from the middle of each one's share of the day to the next.
     """
 
     start_s: float
@@ -43,12 +50,17 @@ class _Rate:
     first: float
     last: float
     ramp_s: float = 0.0
+    day: tuple[float, ...] = ()
+    day_s: float = 86_400.0
 
     def at(self, time_s: FloatArray) -> FloatArray:
         """Return the rate (requests/s) at instants within [start_s, end_s)."""
         rate = self.first + self.slope * np.maximum(time_s - self.drift_s, 0.0)
         if self.ramp_s > 0:
             rate = rate * np.clip(np.minimum(time_s - self.start_s, self.end_s - time_s) / self.ramp_s, 0.0, 1.0)
+        if self.day:
+            middle = (np.arange(len(self.day)) + 0.5) / len(self.day)
+            rate = rate * np.interp(time_s / self.day_s % 1.0, middle, self.day, period=1.0) / np.mean(self.day)
         return rate
 
     def requests(self, from_s: float, to_s: float) -> float:
@@ -79,13 +91,17 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     his code alone; one that has reached history_max slides on, its oldest events falling out. So does his tenant: each
     has its share of the users.
 
+    Where the catalogue is renewed, an item new to all takes the place in the law of one that had it: each place changes
+    hands at even times of its own, and the newcomers' codes are a hash's choice of the less popular half.
+
     Raises UserError if the trace would be too large for memory or has no request.
     """
     seed = scenario.seed if seed is None else seed
     if not 0 <= seed < 2**63:
         raise UserError(f"seed = {seed} must be a whole number of at least 0")
     load = scenario.load
-    rates = [_Rate(-scenario.warm_s, 0.0, scenario.seconds, load.rate, _last(load))]
+    base = _Rate(-scenario.warm_s, 0.0, scenario.seconds, load.rate, _last(load), day=load.day, day_s=load.day_s)
+    rates = [base]
     for phase in load.phase:
         end_s = min(phase.start_s + phase.seconds, scenario.seconds)
         rates.append(_Rate(phase.start_s, phase.start_s, end_s, phase.rate, _last(phase), phase.ramp_s))
@@ -97,28 +113,25 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
         )
 
     phases = _phases(scenario, rates)
-    parts = [_requests(load, part, rates[i], phases[i], i, seed) for i, part in enumerate(load.parts)]
-    arrival_ns = np.concatenate([part.arrival_ns for part in parts])
+    parts = [_requests(load, part, rates[i], phases, i, seed) for i, part in enumerate(load.parts)]
+    arrival_ns = _joined([part.arrival_ns for part in parts])
     if arrival_ns.size == 0:
         raise UserError(f"scenario {scenario.name} with seed {seed} has no request: raise seconds or the rates")
-    order = np.argsort(arrival_ns, kind="stable")
-    user = np.concatenate([part.user for part in parts])[order]
-    new_tokens = np.concatenate([part.new_tokens for part in parts])
-    offsets = np.zeros(new_tokens.size + 1, dtype=np.int64)
-    np.cumsum(new_tokens, out=offsets[1:])
+    order, arrival_ns = _sorted(arrival_ns, phases[0])
+    user = _joined([part.user for part in parts])[order]
     phase_of = np.repeat(np.arange(len(parts), dtype=np.int32), [part.user.size for part in parts])[order]
-    items = np.concatenate([part.items for part in parts])
+    lengths = _joined([part.new_tokens for part in parts])
+    items = _joined([part.items for part in parts])
     parts.clear()  # before the items are copied once more
-    offsets, values = gather(offsets, items, order)
-    new_tokens = new_tokens[order]
-    history = np.minimum(_initial_history(load, user) + running_total(user, new_tokens), load.history_max)
+    offsets, values = _gather(lengths, items, order)
+    new_tokens = lengths[order].astype(np.int32)
     return Trace(
-        arrival_ns=arrival_ns[order],
+        arrival_ns=arrival_ns,
         user=user,
         tenant=_tenants(scenario, user),
         phase=phase_of,
-        history_tokens=history.astype(np.int32),
-        new_tokens=new_tokens.astype(np.int32),
+        history_tokens=_histories(load, user, new_tokens),
+        new_tokens=new_tokens,
         item_offsets=offsets,
         item_values=values,
         meta=TraceMeta(
@@ -134,7 +147,7 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
             phases=phases,
             seed=seed,
             scenario_hash=scenario_hash(scenario),
-            steps=(f"generated from scenario {scenario.name}",),
+            steps=tuple(_steps(scenario)),
         ),
     )
 
@@ -143,34 +156,145 @@ def zipf_codes(rng: np.random.Generator, count: int, exponent: float, items: int
     """Draw `count` codes from 0..items-1 with P(code) proportional to (code + 1)^-exponent; int64 (count,).
 
     Rejection from the integral of the law (Hoermann and Derflinger, "Rejection-inversion to generate
-    variates from monotone discrete distributions", ACM TOMACS 6(3), 1996): exact, and without a table, so
-    the cost does not depend on `items`.
+    variates from monotone discrete distributions", ACM TOMACS 6(3), 1996): exact, and the cost hardly depends on
+    `items`. The first ranks are looked up in a table.
     """
+    from helm_rl.workloads.kernels import zipf  # numba takes half a second to import
+
     if exponent == 0:
         return rng.integers(0, items, size=count, dtype=np.int64)
-    power = 1.0 - exponent
-
-    def integral(x: FloatArray) -> FloatArray:  # of x^-exponent, from 1
-        log = np.log(x)
-        return log if power == 0 else np.expm1(power * log) / power
-
-    def inverse(y: FloatArray) -> FloatArray:
-        # Rounding may carry the argument of log1p past -1 at the far end of a steep law.
-        return np.exp(y if power == 0 else np.log1p(np.maximum(power * y, -1 + 1e-16)) / power)
-
-    low = float(integral(np.array(1.5))) - 1.0
-    high = float(integral(np.array(items + 0.5)))
+    law = _law(exponent, items)
     codes = np.empty(count, dtype=np.int64)
-    done = 0
-    while done < count:
+    state = np.zeros(1, dtype=np.int64)
+    while state[0] < count:
         # What is drawn depends on how many are wanted; in pieces it takes less memory, and the stream is the same.
-        for piece in _pieces(int((count - done) * 1.15) + 16):
-            y = high + rng.random(piece.stop - piece.start) * (low - high)
-            rank = np.clip(np.rint(inverse(y)), 1, items)
-            accepted = rank[y >= integral(rank + 0.5) - rank**-exponent][: count - done]
-            codes[done : done + accepted.size] = accepted.astype(np.int64) - 1
-            done += accepted.size
+        for piece in _pieces(int((count - int(state[0])) * 1.15) + 16):
+            uniform = rng.random(piece.stop - piece.start)
+            begin = 0
+            while begin < uniform.size:
+                begin = zipf(
+                    uniform, begin, law.low, law.high, law.power, law.below, law.above, law.accept, law.guide,
+                    law.cubics, codes, state,
+                )  # fmt: skip
+                if begin < uniform.size:
+                    accepted = law.ranks(uniform[begin : begin + 1])
+                    codes[state[0] : state[0] + accepted.size] = accepted - 1
+                    state[0] += accepted.size
+                    begin += 1
     return codes
+
+
+@dataclass(frozen=True)
+class _Law:
+    """A Zipf law's integral, and a table of its first ranks for the kernel `zipf`, which says what they are."""
+
+    items: int
+    power: float
+    low: float
+    high: float
+    below: FloatArray
+    above: FloatArray
+    accept: FloatArray
+    guide: IntArray
+    cubics: FloatArray
+
+    def ranks(self, uniform: FloatArray) -> IntArray:
+        """Return the ranks that are accepted, for numbers in [0, 1); int64, at most as many."""
+        y = self.high + uniform * (self.low - self.high)
+        rank = np.clip(np.rint(_inverse(y, self.power)), 1, self.items)
+        least = _integral(rank + 0.5, self.power) - rank ** (self.power - 1.0)
+        return rank[y >= least].astype(np.int64)
+
+
+@lru_cache(maxsize=16)
+def _law(exponent: float, items: int) -> _Law:
+    from helm_rl.workloads.kernels import UNSURE
+
+    power = 1.0 - exponent
+    rank = np.arange(min(items, _TABLE) + 1.0)
+    edge = _integral(rank + 0.5, power)
+    unsure = UNSURE * (rank + 0.5) ** power + UNSURE * np.abs(edge)
+    low = float(_integral(np.array(1.5), power)) - 1.0
+    high = float(_integral(np.array(items + 0.5), power))
+    with np.errstate(divide="ignore"):  # rank 0 is never drawn
+        accept = edge - rank**-exponent
+    above = edge + unsure
+    # A piece earlier, for the kernel's product may be rounded up into the next.
+    starts = low + np.arange(-1, _GUIDE - 1) / _GUIDE * (above[-1] - low)
+    guide = np.maximum(np.searchsorted(above, starts, side="left"), 1)
+    cubics = _cubics(float(above[-1]), high, power) if items > _TABLE else np.zeros((0, 4))
+    return _Law(items, power, low, high, edge - unsure, above, accept, guide, cubics)
+
+
+def _cubics(start: float, end: float, power: float) -> FloatArray:
+    """Return cubics (c, 4) for `_inverse` over [start, end], as the kernel `zipf` takes them; c = 0: too inexact."""
+    from helm_rl.workloads.kernels import UNSURE
+
+    width = (end - start) / _CUBICS
+    y = start + np.arange(_CUBICS + 1) * width
+    x = _inverse(y, power)
+    slope = x ** (1.0 - power) * width  # of x over the piece
+    rise = np.diff(x)
+    cubics = np.stack(
+        [x[:-1], slope[:-1], 3 * rise - 2 * slope[:-1] - slope[1:], slope[:-1] + slope[1:] - 2 * rise], axis=1
+    )
+    t = np.array([[0.25], [0.5], [0.75]])
+    found = ((cubics[:, 3] * t + cubics[:, 2]) * t + cubics[:, 1]) * t + cubics[:, 0]
+    exact = _inverse(y[:-1] + t * width, power)
+    return cubics if np.abs(found / exact - 1).max() < 0.4 * UNSURE else np.zeros((0, 4))
+
+
+def _integral(x: FloatArray, power: float) -> FloatArray:
+    """Integrate x^(power - 1) from 1."""
+    log = np.log(x)
+    return log if power == 0 else np.expm1(power * log) / power
+
+
+def _inverse(y: npt.NDArray[Any], power: float) -> FloatArray:
+    # Rounding may carry the argument of log1p past -1 at the far end of a steep law.
+    return np.exp(y if power == 0 else np.log1p(np.maximum(power * y, -1 + 1e-16)) / power)
+
+
+def _joined(arrays: list[IntArray]) -> IntArray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _sorted(arrival_ns: IntArray, whole: TracePhase) -> tuple[IntArray, IntArray]:
+    """Return the stable order of arrivals that lie within the whole, and them in that order; int64 (n,) each."""
+    from helm_rl.workloads.kernels import order_by_time
+
+    order = np.empty(arrival_ns.size, dtype=np.int64)
+    ordered_ns = np.empty_like(order)
+    edges = np.zeros(arrival_ns.size // 2 + 2, dtype=np.int64)
+    if not order_by_time(arrival_ns, whole.start_ns, whole.end_ns, edges, order, ordered_ns):
+        order = np.argsort(arrival_ns, kind="stable")
+        ordered_ns = arrival_ns[order]
+    return order, ordered_ns
+
+
+def _gather(lengths: IntArray, values: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
+    """Reorder ragged rows: return offsets (n + 1,) and values of the rows `order` (n,) of those of `lengths` (n,)."""
+    from helm_rl.workloads.kernels import gather_rows
+
+    offsets = np.zeros(lengths.size + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    new_offsets, gathered = np.empty_like(offsets), np.empty_like(values)
+    gather_rows(offsets, values, order, new_offsets, gathered)
+    return new_offsets, gathered
+
+
+def _histories(load: LoadSection, user: IntArray, new_tokens: Int32Array) -> Int32Array:
+    """Return the history at each request in order of time, its new tokens included; int32 (n,)."""
+    from helm_rl.workloads.kernels import histories
+
+    if load.users <= 2 * user.size:
+        history = _initial_history(load, np.arange(load.users, dtype=np.int64))
+    else:
+        codes, user = np.unique(user, return_inverse=True)
+        history = _initial_history(load, codes)
+    history_tokens = np.empty(user.size, dtype=np.int32)
+    histories(user, new_tokens, history, load.history_max, history_tokens)
+    return history_tokens
 
 
 def _pieces(count: int) -> Iterator[slice]:
@@ -187,17 +311,36 @@ class _Part:
 
 
 def _requests(
-    load: LoadSection, part: LoadSection | LoadPhase, rate: _Rate, phase: TracePhase, index: int, seed: int
+    load: LoadSection,
+    part: LoadSection | LoadPhase,
+    rate: _Rate,
+    phases: tuple[TracePhase, ...],
+    index: int,
+    seed: int,
 ) -> _Part:
     """Draw the requests of one load; it has random streams of its own, whatever other loads there are."""
+    phase = phases[index]
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
-    time_s, visit, visits = _arrivals(rng, rate, part.requests_per_visit, part.think_s or load.think_s)
-    arrival_ns = np.rint(time_s * 1e9).astype(np.int64)
-    inside = (arrival_ns >= phase.start_ns) & (arrival_ns < phase.end_ns)
-    arrival_ns, visit = arrival_ns[inside], visit[inside]
-    user = rng.integers(0, load.users, size=visits, dtype=np.int64)[visit]
+    varied = load.rate_cv if part is load else 0.0  # a phase is what it is asked to be
+    arrival_ns, visit, visits = _arrivals(
+        rng,
+        rate,
+        part.requests_per_visit,
+        part.think_s or load.think_s,
+        load.think_sigma,
+        varied,
+        load.rate_cv_s,
+        phase,
+    )
+    user = zipf_codes(rng, visits, load.zipf_users, load.users)[visit]
     new_tokens = np.minimum(rng.geometric(1 / load.new_tokens_mean, size=user.size), load.history_max).astype(np.int64)
     items = zipf_codes(rng, int(new_tokens.sum()), load.zipf_items, load.items)
+    if load.renewed_per_hour > 0:
+        from helm_rl.workloads.kernels import renew
+
+        new_from = max(load.items // 2, 1) + sum(one.hot_items for one in load.parts if one.hot_fraction > 0)
+        per_ns = load.renewed_per_hour / 3.6e12
+        renew(items, new_tokens, arrival_ns, phases[0].start_ns, per_ns, new_from, load.items - new_from)
     if phase.hot_fraction > 0:
         hot = np.empty(items.size, np.bool_)
         for piece in _pieces(items.size):
@@ -207,12 +350,23 @@ def _requests(
 
 
 def _arrivals(
-    rng: np.random.Generator, rate: _Rate, per_visit: float, think_s: float
-) -> tuple[FloatArray, IntArray, int]:
-    """Return times (s) of requests, the visit of each, and the number of visits; some times lie past the end."""
+    rng: np.random.Generator,
+    rate: _Rate,
+    per_visit: float,
+    think_s: float,
+    think_sigma: float,
+    rate_cv: float,
+    rate_cv_s: float,
+    phase: TracePhase,
+) -> tuple[IntArray, IntArray, int]:
+    """Return times (ns) of the requests within the phase, the visit of each, and the number of visits."""
+    from helm_rl.workloads.kernels import interpolate, visit_requests
+
     ends = 1 / per_visit
     edges = np.linspace(rate.start_s, rate.end_s, _GRID + 1)
     starts, under_way = _visit_starts(rate, edges, per_visit, think_s)
+    if rate_cv > 0:
+        edges, starts = _varied(rng, edges, starts, rate_cv, rate_cv_s)
     cumulated = np.concatenate([[0.0], np.cumsum(starts * np.diff(edges))])
 
     # A visit is drawn to its end, wherever that is; most of a long one may lie past the load's.
@@ -222,17 +376,48 @@ def _arrivals(
             f"requests_per_visit = {per_visit:g} with think_s = {think_s:g} makes visits so long that {drawn:.1e} "
             f"requests would be drawn, most of them past the end; at most {MAX_REQUESTS:.0e} can be: lower one of them"
         )
-    begun = np.interp(rng.random(rng.poisson(cumulated[-1])) * cumulated[-1], cumulated, edges)
-    joined = rate.start_s + rng.exponential(think_s, size=rng.poisson(under_way))
+    begun = rng.random(rng.poisson(cumulated[-1])) * cumulated[-1]
+    if begun.size:
+        interpolate(begun, cumulated, edges, np.empty(4 * _GRID, dtype=np.int64))
+    joined = rate.start_s + _pauses(rng, think_s, think_sigma, rng.poisson(under_way), under_way=True)
     first_s = np.concatenate([joined, begun])
     counts = rng.geometric(ends, size=first_s.size)
-    visit = np.repeat(np.arange(first_s.size), counts)
-    last = np.cumsum(counts)
-    pauses = rng.exponential(think_s, size=visit.size)
-    pauses[(last - counts)[counts > 0]] = 0.0
-    elapsed = np.cumsum(pauses)
-    elapsed -= np.repeat(elapsed[last - counts] if counts.size else elapsed, counts)
-    return first_s[visit] + elapsed, visit, first_s.size
+    pauses = _pauses(rng, think_s, think_sigma, int(counts.sum()))
+    arrival_ns, visit = np.empty(pauses.size, dtype=np.int64), np.empty(pauses.size, dtype=np.int64)
+    found = visit_requests(first_s, counts, pauses, phase.start_ns, phase.end_ns, arrival_ns, visit)
+    return arrival_ns[:found], visit[:found], first_s.size
+
+
+def _pauses(rng: np.random.Generator, think_s: float, sigma: float, count: int, under_way: bool = False) -> FloatArray:
+    """Draw pauses (s) of mean think_s, or what is left of those under way at an instant."""
+    if sigma == 0:
+        return rng.exponential(think_s, size=count)
+    # A pause is met under way the more likely the longer it is: lognormal too, its logarithm larger by sigma^2.
+    shift = sigma**2 / 2 if under_way else -(sigma**2) / 2
+    pauses = think_s * np.exp(shift + sigma * rng.standard_normal(count))
+    return pauses * rng.random(count) if under_way else pauses
+
+
+def _varied(
+    rng: np.random.Generator, edges: FloatArray, starts: FloatArray, cv: float, hold_s: float
+) -> tuple[FloatArray, FloatArray]:
+    """Let a piecewise constant rate vary by factors from a gamma law of mean 1, each for an exponential time.
+
+    Two instants t apart share their factor with probability exp(-t / hold_s), which is the factors' correlation.
+    """
+    span_s = float(edges[-1] - edges[0])
+    if span_s / hold_s > MAX_REQUESTS:
+        raise UserError(
+            f"rate_cv_s = {hold_s:g} would change the rate {span_s / hold_s:.1e} times; at most {MAX_REQUESTS:.0e}: "
+            "raise it, or leave rate_cv at 0"
+        )
+    # Changes at random: a Poisson number of them, anywhere.
+    changes = np.sort(edges[0] + span_s * rng.random(rng.poisson(span_s / hold_s)))
+    factors = rng.gamma(cv**-2, cv**2, size=changes.size + 1)
+    finer = np.union1d(edges, changes)
+    middle = (finer[:-1] + finer[1:]) / 2
+    piece = np.clip(np.searchsorted(edges, middle) - 1, 0, starts.size - 1)
+    return finer, starts[piece] * factors[np.searchsorted(changes, middle)]
 
 
 def _visit_starts(rate: _Rate, edges: FloatArray, per_visit: float, think_s: float) -> tuple[FloatArray, float]:
@@ -246,7 +431,7 @@ def _visit_starts(rate: _Rate, edges: FloatArray, per_visit: float, think_s: flo
     asked = rate.at((edges[:-1] + edges[1:]) / 2)
     # A drift that starts at the load's own start is joined in its own equilibrium, if there is one.
     lag = rate.slope * think_s if rate.drift_s <= rate.start_s else 0.0
-    first = 0.0 if rate.ramp_s > 0 else rate.first
+    first = float(rate.at(edges[:1])[0]) if rate.ramp_s > 0 or rate.day else rate.first
     under_way = n = max(0.0, continues * think_s * (first - lag))
     step_s = float(edges[1] - edges[0])
     kept = math.exp(-step_s / think_s)
@@ -295,6 +480,13 @@ def _factor(phase: _Rate, rates: list[_Rate]) -> float | None:
     from_s = max(phase.start_s - _FACTOR_WINDOW_S, rates[0].start_s)
     before = sum(rate.requests(from_s, phase.start_s) for rate in rates)
     return during / (before / (phase.start_s - from_s)) if before > 0 else None
+
+
+def _steps(scenario: Scenario) -> Iterator[str]:
+    load = scenario.load
+    yield f"generated from scenario {scenario.name}"
+    if load.renewed_per_hour > 0:
+        yield f"items renewed: {load.renewed_per_hour:g} of them an hour"
 
 
 def _last(part: LoadSection | LoadPhase) -> float:

@@ -18,6 +18,7 @@ from eval.comparison import (
     check_draws,
     compare,
 )
+from eval.peers import peer_contestants
 from eval.reference import EFFORT
 from eval.sweep import STEP, ReplayFunction, alpha_grid, working
 from helm_rl.checkpoint import POLICY_FILE
@@ -42,6 +43,9 @@ class EvalArgs:
     """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     policy: Path | None = None
     """Bundle folder to evaluate, as `helm-rl export` writes it; without it, only the statics and the optimum."""
+    peers: bool = False
+    """Also evaluate the rules that divide memory today: marginal hits, Cliffhanger, miss-ratio curves, KV first, EMB
+    first, hill climbing."""
     trace: Path | None = None
     """Recorded arrivals (Parquet, from `helm-rl trace generate` or `convert`) in place of the scenario's load.
     """
@@ -79,6 +83,8 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
     alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, args.step)
     check_outputs(args.overwrite, json=args.json, report=args.report)
     policies = [policy_contestant(args.policy, scenario)] if args.policy is not None else []
+    if args.peers:
+        policies += peer_contestants(scenario)
     trace = Trace.load(args.trace) if args.trace is not None else None
 
     with working(args.jobs, replay) as work:

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,9 @@ FORMAT_VERSION = 1
 ROW_GROUP = 65_536  # requests
 SEGMENT_NS = 60_000_000_000
 BASE = "base"
+
+CANDIDATES = "candidates"
+"""The feature table, int64 (requests, n), of the items that each request scores, where a log was given candidates."""
 
 _META_KEY = b"helm_rl.trace"
 _MAX_META_BYTES = 16 << 20
@@ -45,6 +48,45 @@ _COLUMNS: dict[str, str] = {
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class StringIds:
+    """Ids that are text: entry i is the UTF-8 text in bytes [offsets[i], offsets[i + 1]) of `data`."""
+
+    offsets: Int64Array  # (n + 1,)
+    data: npt.NDArray[np.uint8]
+
+    @staticmethod
+    def of(texts: Sequence[str]) -> StringIds:
+        """Pack texts."""
+        raw = [text.encode("utf-8") for text in texts]
+        offsets = np.zeros(len(raw) + 1, dtype=np.int64)
+        np.cumsum([len(text) for text in raw], out=offsets[1:])
+        return StringIds(offsets, np.frombuffer(b"".join(raw), dtype=np.uint8))
+
+    @property
+    def size(self) -> int:
+        """The number of ids."""
+        return self.offsets.size - 1
+
+    def __getitem__(self, index: Any) -> npt.NDArray[np.object_]:
+        """Return the texts of the codes `index` (an array, or a slice) as str objects."""
+        codes = np.arange(self.size)[index]
+        data = self.data.tobytes() if codes.size > 1000 else None
+        found = np.empty(codes.size, dtype=object)
+        for i, code in enumerate(codes.tolist()):
+            low, high = int(self.offsets[code]), int(self.offsets[code + 1])
+            found[i] = (data[low:high] if data is not None else self.data[low:high].tobytes()).decode("utf-8")
+        return found
+
+    def tolist(self) -> list[str]:
+        """Return all texts."""
+        return list(self[:])
+
+
+Ids = npt.NDArray[Any] | StringIds
+"""Ids of a source by their code: int64, uint64 or text."""
 
 
 class TracePhase(BaseModel):
@@ -121,8 +163,8 @@ class Trace:
     item_values: Int64Array  # (m,) dense codes
     meta: TraceMeta
     feature_tables: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # small side tables, by name
-    user_ids: npt.NDArray[Any] | None = None  # (users,) int64 or uint64: code -> id in the source; None: codes are ids
-    item_ids: npt.NDArray[Any] | None = None  # (items,)
+    user_ids: Ids | None = None  # (users,) int64, uint64 or text: code -> id in the source; None: codes are ids
+    item_ids: Ids | None = None  # (items,)
 
     def __len__(self) -> int:
         return int(self.arrival_ns.size)
@@ -192,9 +234,13 @@ class Trace:
         )
         low, high = int(self.item_offsets[first]), int(self.item_offsets[last])
         columns = {name: getattr(self, name)[first:last] for name in _COLUMNS}
+        tables = dict(self.feature_tables)
+        if CANDIDATES in tables:
+            tables[CANDIDATES] = tables[CANDIDATES][first:last]
         return replace(
             self,
             **columns,
+            feature_tables=tables,
             item_offsets=self.item_offsets[first : last + 1] - low,
             item_values=self.item_values[low:high],
             meta=meta,
@@ -209,33 +255,33 @@ class Trace:
             ("item_ids", self.item_ids, self.meta.items),
         ):
             if ids is not None:
-                _need(ids.dtype in (np.int64, np.uint64) and ids.ndim == 1, f"{name} must be int64 or uint64")
+                if not isinstance(ids, StringIds):
+                    _need(ids.dtype in (np.int64, np.uint64) and ids.ndim == 1, f"{name} must be int64 or uint64")
                 _need(ids.size == size, f"{name} has {ids.size} entries for {size} codes")
+        scored = self.feature_tables.get(CANDIDATES)
+        if scored is not None:
+            _need(scored.dtype == np.int64 and scored.ndim == 2, "candidates must be int64 of two dimensions")
+            _need(scored.shape[0] == len(self), f"candidates has {scored.shape[0]} rows for {len(self)} requests")
+            _need(not scored.size or (scored.min() >= 0 and scored.max() < self.meta.items), "candidates: no such item")
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the trace as Parquet, aside and then renamed.
 
         Raises UserError if an invariant fails or if `path` exists and `overwrite` is not set.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         path = Path(path)
         refuse_existing(path, overwrite)
         if path.is_dir():
             raise UserError(f"{path} is a folder; name a file for the trace")
         self.validate()
-        schema = self._schema()
-        with (
-            atomic_file(path) as aside,
-            pq.ParquetWriter(
-                aside, schema, compression="zstd", use_dictionary=False, write_page_checksum=True
-            ) as writer,
-        ):
+        with atomic_file(path) as aside, TraceWriter(aside, self.tables(), meta=self.meta) as writer:
             for first in range(0, len(self), ROW_GROUP):
                 last = min(first + ROW_GROUP, len(self))
-                arrays = [self._column(name, first, last) for name in schema.names]
-                writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=ROW_GROUP)
+                columns = {name: getattr(self, name)[first:last] for name in _COLUMNS}
+                low, high = int(self.item_offsets[first]), int(self.item_offsets[last])
+                offsets = self.item_offsets[first : last + 1] - low
+                writer.append(columns, offsets, self.item_values[low:high], done=last / len(self))
+            writer.finish()
 
     @staticmethod
     def load(path: str | Path) -> Trace:
@@ -266,44 +312,163 @@ class Trace:
                 latest = int(part.arrival_ns[-1])
                 yield part
 
+    def tables(self) -> dict[str, Ids]:
+        """Return what stands beside the requests, by the name of its column on disk."""
+        tables: dict[str, Ids] = {}
+        if self.user_ids is not None:
+            tables["user_ids"] = self.user_ids
+        if self.item_ids is not None:
+            tables["item_ids"] = self.item_ids
+        return tables | {_TABLE_PREFIX + name: self.feature_tables[name] for name in sorted(self.feature_tables)}
+
     def _arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         for name in (*_COLUMNS, "item_offsets", "item_values"):
             yield name, getattr(self, name)
-        for name in ("user_ids", "item_ids"):
-            if getattr(self, name) is not None:
-                yield name, getattr(self, name)
-        for name in sorted(self.feature_tables):
-            yield _TABLE_PREFIX + name, self.feature_tables[name]
+        for name, table in self.tables().items():
+            if isinstance(table, StringIds):
+                yield f"{name}.offsets", table.offsets
+                yield f"{name}.data", table.data
+            else:
+                yield name, table
 
-    def _side_tables(self) -> dict[str, npt.NDArray[Any]]:
-        return {
-            name: array for name, array in self._arrays() if name.endswith("_ids") or name.startswith(_TABLE_PREFIX)
-        }
 
-    def _schema(self) -> Any:
+class TraceWriter:
+    """A trace written piece by piece, in memory of one row group: its requests in order, its meta data at the end.
+
+    The tables beside the requests must be known from the start. Use it as a context manager, on a file aside
+    (`helm_rl.files.atomic_file`): after a failure the file is not one.
+    """
+
+    def __init__(self, path: Path, tables: dict[str, Ids], candidates: int = 0, meta: TraceMeta | None = None) -> None:
+        """Open the file.
+
+        candidates: item codes that each request brings beside its columns (CANDIDATES); meta: where it is known now, it
+        goes into the Arrow schema too, where other Parquet readers see it at once.
+        """
         import pyarrow as pa
+        import pyarrow.parquet as pq
 
+        self._tables = tables
+        self._candidates = candidates
+        self._written = dict.fromkeys(tables, 0)  # values of each table
+        self._waiting: list[tuple[dict[str, npt.NDArray[Any]], Int64Array, Int64Array, npt.NDArray[Any] | None]] = []
+        self._rows = 0  # waiting
+        self._done = 0.0
         fields = [pa.field(name, pa.type_for_alias(kind), nullable=False) for name, kind in _COLUMNS.items()]
         fields.append(pa.field("items", pa.list_(pa.int64()), nullable=False))
-        for name, array in self._side_tables().items():
-            kind = pa.from_numpy_dtype(array.dtype)
-            fields.append(pa.field(name, pa.list_(kind), nullable=False, metadata={"shape": json.dumps(array.shape)}))
-        return pa.schema(fields, metadata={_META_KEY: _meta_json(self.meta).encode("utf-8")})
+        for name, table in tables.items():
+            text = isinstance(table, StringIds)
+            kind = pa.string() if text else pa.from_numpy_dtype(table.dtype)  # type: ignore[union-attr]
+            shape = json.dumps([table.size] if text else table.shape)  # type: ignore[union-attr]
+            fields.append(pa.field(name, pa.list_(kind), nullable=False, metadata={"shape": shape}))
+        if candidates:
+            name, shape = _TABLE_PREFIX + CANDIDATES, json.dumps([-1, candidates])
+            fields.append(pa.field(name, pa.list_(pa.int64()), nullable=False, metadata={"shape": shape}))
+        self._schema = pa.schema(fields, metadata=None if meta is None else {_META_KEY: _meta_bytes(meta)})
+        self._file = pq.ParquetWriter(
+            path, self._schema, compression="zstd", use_dictionary=False, write_page_checksum=True
+        )
 
-    def _column(self, name: str, first: int, last: int) -> Any:
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def append(
+        self,
+        columns: dict[str, npt.NDArray[Any]],
+        item_offsets: Int64Array,
+        item_values: Int64Array,
+        candidates: npt.NDArray[np.int64] | None = None,
+        done: float = 0.0,
+    ) -> None:
+        """Add n requests: the columns of Trace by name, (n,), their items, candidates (n, candidates).
+
+        done: share of the trace written with them, by which the tables are cut evenly over the rows.
+        """
+        self._waiting.append((columns, item_offsets, item_values, candidates))
+        self._rows += item_offsets.size - 1
+        self._done = done
+        if self._rows >= ROW_GROUP:
+            self._flush(whole_groups=True)
+
+    def finish(self, meta: TraceMeta | None = None) -> None:
+        """Write what waits, and the meta data if they were not known when the file was opened."""
+        self._done = 1.0
+        self._flush(whole_groups=False)
+        if meta is not None:
+            self._file.add_key_value_metadata({_META_KEY: _meta_bytes(meta)})
+
+    def _flush(self, whole_groups: bool) -> None:
+        columns = {name: np.concatenate([part[0][name] for part in self._waiting]) for name in _COLUMNS}
+        lengths = np.concatenate([np.diff(part[1]) for part in self._waiting])
+        offsets = np.zeros(lengths.size + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        values = np.concatenate([part[2] for part in self._waiting])
+        scored = None
+        if self._candidates:
+            scored = np.concatenate([part[3] for part in self._waiting if part[3] is not None])
+        count = self._rows // ROW_GROUP * ROW_GROUP if whole_groups else self._rows
+        before = dict(self._written)
+        share = self._done * (count / self._rows)  # of the tables, by what stays waiting
+        for first in range(0, count, ROW_GROUP):
+            last = min(first + ROW_GROUP, count)
+            self._write_group(columns, offsets, values, scored, first, last, count, before, share)
+        low = int(offsets[count])
+        rest = {name: column[count:].copy() for name, column in columns.items()}
+        left = None if scored is None else scored[count:].copy()
+        self._waiting = [(rest, offsets[count:] - low, values[low:].copy(), left)] if count < self._rows else []
+        self._rows -= count
+
+    def _write_group(
+        self,
+        columns: dict[str, npt.NDArray[Any]],
+        offsets: Int64Array,
+        values: Int64Array,
+        scored: npt.NDArray[np.int64] | None,
+        first: int,
+        last: int,
+        count: int,
+        before: dict[str, int],
+        share: float,
+    ) -> None:
         import pyarrow as pa
 
-        if name in _COLUMNS:
-            return pa.array(getattr(self, name)[first:last])
-        if name == "items":
-            values, offsets = self.item_values, self.item_offsets[first : last + 1]
-        else:
-            values = self._side_tables()[name].reshape(-1)
-            offsets = np.array([row * values.size // len(self) for row in range(first, last + 1)], dtype=np.int64)
-        low, high = int(offsets[0]), int(offsets[-1])
-        if high - low >= 2**31:
-            raise UserError(f"column {name}: {high - low} values in one row group of {last - first} requests, too many")
-        return pa.ListArray.from_arrays(pa.array((offsets - low).astype(np.int32)), pa.array(values[low:high]))
+        arrays = [pa.array(columns[name][first:last]) for name in _COLUMNS]
+        arrays.append(_list_array("items", values, offsets[first : last + 1]))
+        for name, table in self._tables.items():
+            size = table.size
+            end = size if self._done == 1.0 and last == count else int(size * share) if share < 1 else size
+            start = self._written[name]
+            span = max(0, end - before[name])
+            rows = np.arange(first, last + 1, dtype=np.int64)
+            cuts = np.maximum(before[name] + rows * span // count, start)
+            self._written[name] = int(cuts[-1])
+            flat = table if isinstance(table, StringIds) else table.reshape(-1)
+            arrays.append(_list_array(name, flat, cuts))
+        if scored is not None:
+            part = scored[first:last]
+            arrays.append(_list_array(CANDIDATES, part.reshape(-1), np.arange(last - first + 1) * self._candidates))
+        self._file.write_batch(pa.record_batch(arrays, schema=self._schema), row_group_size=ROW_GROUP)
+
+
+def _list_array(name: str, values: Ids, offsets: Int64Array) -> Any:
+    """Return values [offsets[i], offsets[i + 1]) as the list of row i."""
+    import pyarrow as pa
+
+    low, high = int(offsets[0]), int(offsets[-1])
+    if high - low >= 2**31:
+        raise UserError(f"column {name}: {high - low} values in one row group of {offsets.size - 1} requests, too many")
+    if isinstance(values, StringIds):
+        start, end = int(values.offsets[low]), int(values.offsets[high])
+        if end - start >= 2**31:
+            raise UserError(f"column {name}: {end - start} bytes of ids in one row group, too many")
+        places = (values.offsets[low : high + 1] - start).astype(np.int32)
+        cells = pa.StringArray.from_buffers(high - low, pa.py_buffer(places), pa.py_buffer(values.data[start:end]))
+    else:
+        cells = pa.array(values[low:high])
+    return pa.ListArray.from_arrays(pa.array((offsets - low).astype(np.int32)), cells)
 
 
 def gather(offsets: Int64Array, values: npt.NDArray[Any], order: Int64Array) -> tuple[Int64Array, npt.NDArray[Any]]:
@@ -335,6 +500,10 @@ def running_total(group: Int64Array, amount: npt.NDArray[Any]) -> Int64Array:
 
 def _meta_json(meta: TraceMeta) -> str:
     return json.dumps(meta.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _meta_bytes(meta: TraceMeta) -> bytes:
+    return _meta_json(meta).encode("utf-8")
 
 
 def _need(truth: bool | np.bool_, message: str) -> None:
@@ -454,7 +623,7 @@ class _TraceFile:
         self.file.close()
 
     def _read_meta(self) -> TraceMeta:
-        text = (self.file.schema_arrow.metadata or {}).get(_META_KEY)
+        text = (self.file.metadata.metadata or {}).get(_META_KEY)
         if text is None:
             names = ", ".join(self.file.schema_arrow.names[:8])
             raise UserError(f"{self.path} is a Parquet file but not a helm-rl trace (its columns: {names})")
@@ -501,7 +670,9 @@ class _TraceFile:
             if not known or schema.names.count(name) != 1 or not pa.types.is_list(table.type):
                 raise UserError(f"{self.path}: column {name} is not one of a trace")
             value = table.type.value_type
-            if not (pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)):
+            if name in ("user_ids", "item_ids") and pa.types.is_string(value):
+                pass
+            elif not (pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)):
                 raise UserError(f"{self.path}: column {name} holds {value}, not numbers")
             tables[name] = self._shape(name, (table.metadata or {}).get(b"shape", b""))
         if self.file.metadata.num_rows < 1:
@@ -511,8 +682,11 @@ class _TraceFile:
     def _shape(self, name: str, text: bytes) -> tuple[int, ...]:
         try:
             shape = json.loads(text[:1000])
-            if isinstance(shape, list) and len(shape) <= 8 and all(type(side) is int and side >= 0 for side in shape):
-                return tuple(shape)
+            if isinstance(shape, list) and len(shape) <= 8 and all(type(side) is int and side >= -1 for side in shape):
+                if shape[:1] == [-1]:  # a row a request; how many was not known when it was begun
+                    shape[0] = self.file.metadata.num_rows
+                if min(shape, default=0) >= 0:
+                    return tuple(shape)
         except ValueError:
             pass
         raise UserError(f"{self.path}: column {name} has no sound shape in its metadata")
@@ -556,7 +730,11 @@ class _TraceFile:
             feature_tables={name.removeprefix(_TABLE_PREFIX): table for name, table in tables.items()},
         )
 
-    def _read_table(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    def _read_table(self, name: str, shape: tuple[int, ...]) -> Any:
+        import pyarrow as pa
+
+        if pa.types.is_string(self.file.schema_arrow.field(name).type.value_type):
+            return self._read_texts(name, shape)
         parts = [self._lists(name, batch.column(name))[1] for batch in self._record_batches(ROW_GROUP, [name])]
         table = np.concatenate(parts)
         if table.size != math.prod(shape):
@@ -564,6 +742,27 @@ class _TraceFile:
                 f"{self.path}: column {name} has {table.size} values, which do not make up the shape {shape}"
             )
         return table.reshape(shape)
+
+    def _read_texts(self, name: str, shape: tuple[int, ...]) -> StringIds:
+        lengths, data = [], []
+        for batch in self._record_batches(ROW_GROUP, [name]):
+            column = batch.column(name)
+            if column.null_count or column.flatten().null_count:
+                raise UserError(f"{self.path}: column {name} has empty cells")
+            cells = column.flatten()
+            if not len(cells):
+                continue
+            _, places, text = cells.buffers()
+            ends = np.frombuffer(places, dtype=np.int32)[cells.offset : cells.offset + len(cells) + 1]
+            lengths.append(np.diff(ends.astype(np.int64)))
+            whole = np.frombuffer(text, dtype=np.uint8) if text is not None else np.zeros(0, dtype=np.uint8)
+            data.append(whole[ends[0] : ends[-1]].copy())
+        offsets = np.zeros(sum(part.size for part in lengths) + 1, dtype=np.int64)
+        if lengths:
+            np.cumsum(np.concatenate(lengths), out=offsets[1:])
+        if shape != (offsets.size - 1,):
+            raise UserError(f"{self.path}: column {name} has {offsets.size - 1} ids where its shape says {shape}")
+        return StringIds(offsets, np.concatenate([np.zeros(0, dtype=np.uint8), *data]))
 
     def _record_batches(self, rows: int, names: list[str]) -> Iterator[Any]:
         import pyarrow as pa

@@ -32,9 +32,7 @@ COMMANDS: dict[str, Command] = {
     "trace generate": Command(
         "traces", "helm_rl.workloads.commands:generate", "generate a seeded request trace from a scenario"
     ),
-    "trace convert": Command(
-        "traces", "helm_rl.workloads.convert:convert", "convert a Mooncake or KuaiRand log to a trace"
-    ),
+    "trace convert": Command("traces", "helm_rl.workloads.convert:convert", "convert a recorded log to a trace"),
     "trace inspect": Command("traces", "helm_rl.workloads.commands:inspect", "say what is in a trace"),
     "train base": Command("training", "train.ppo_base:main", "train the base policy with PPO"),
     "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle that can be served"),

@@ -11,8 +11,7 @@ from eval.engine import peers
 from eval.engine.caches import LRU, Compiled, look_up, make_cache, ratios
 from eval.engine.loads import Keys
 from helm_rl.figures import Figure
-from helm_rl.workloads.readers.arrivals import ReadOptions
-from helm_rl.workloads.readers.mooncake import read
+from helm_rl.workloads.readers import read_trace
 from helm_rl.workloads.trace import Trace
 
 Advance = Callable[[str], None]
@@ -24,7 +23,7 @@ GOAL = 0.005
 
 def read_blocks(path: Path) -> Trace:
     """Read a Mooncake log; its items are the blocks, request by request. UserError names the first thing wrong."""
-    return read([path], ReadOptions())
+    return read_trace(path, "mooncake")
 
 
 def hit_ratio(trace: Trace, slots: int, one_by_one: bool) -> float:

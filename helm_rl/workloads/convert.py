@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from helm_rl.errors import UserError
-from helm_rl.files import check_outputs
-from helm_rl.workloads.readers import Format, read_trace
+from helm_rl.files import atomic_file, check_outputs
+from helm_rl.workloads.readers import ReadOptions, convert_log, parse_mapping
+from helm_rl.workloads.readers.mapping import Requests
+from helm_rl.workloads.trace import Ids, TraceMeta, TraceWriter
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _SAID = tyro.conf.arg(help_behavior_hint="")  # the help's text tells the default better than "None" does
@@ -21,10 +25,13 @@ _LOG = tyro.conf.arg(metavar="LOG [LOG ...]", help_behavior_hint="(required)")
 
 @dataclass
 class ConvertArgs:
-    """Convert a recorded log to a trace: Mooncake JSON Lines or KuaiRand CSV.
+    """Convert a recorded log to a trace.
 
-    The files of one KuaiRand log may be given together, in any order. What was added to the log, left out of it or
-    done to it is printed, and kept in the trace.
+    Known formats are told by their content: KuaiRand, KuaiRec, KuaiSAR, Taobao, MovieLens, Amazon, Yambda, RecBole,
+    RecFlow, TenRec, Mooncake, RAGPulse, Qwen-Bailian, Azure, BurstGPT, Twitter, Meta kvcache, libCacheSim. Any other
+    CSV, JSON Lines or Parquet file is read with --map. Files may be packed by gzip or zstd. The files of one log may be
+    given together, in any order. What was added to the log, left out of it or done to it is printed, and kept in the
+    trace.
 
     Example: helm-rl trace convert conversation_trace.jsonl --output mooncake.parquet --spread --speed-up 10
     """
@@ -33,22 +40,41 @@ class ConvertArgs:
     """The log."""
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.parquet")]
     """Write the trace here."""
-    format: Annotated[Format | None, _SAID] = None
-    """Format of the log (default: told by its content)."""
+    format: Annotated[str | None, _SAID] = None
+    """Format of the log (default: told by its content; an unknown name lists all)."""
+    map: Annotated[str | None, _SAID] = None
+    """What the columns of an unknown log mean: time=ts:ms,user=uid,item=vid and, where there are such, tenant=, tokens=
+    (length of the history), request=. Units: s, ms, us, ns, iso. separator=tab, header=no (then by place: time=4)."""
+    requests: Annotated[Requests | None, _SAID] = None
+    """Which rows make a request: those of one user and time, of one session, or each (default: as the format says)."""
+    session_s: Annotated[float | None, _SAID] = None
+    """Pause that ends a session (default: 1800)."""
+    arrivals: Annotated[float | None, _SAID] = None
+    """Draw arrivals at this rate (requests/s, Poisson) in place of the log's times, or where it has none."""
+    candidates: int = 0
+    """Draw this many items for each request to score, from what was asked for shortly before."""
+    candidate_window_s: float = 3600.0
+    """Seconds before a request from which its candidates are drawn."""
+    zipf_items: float = 1.05
+    """Exponent of the popularity of items where a log has none."""
+    law_items: int = 300_000_000
+    """Items there are where a log has none."""
     speed_up: float = 1.0
     """Divide all times by this: 2 makes twice the load, .5 half of it."""
     spread: Switch = False
     """Spread arrivals that were recorded in coarse steps evenly over their step."""
     seed: int = 1
-    """Seed of --spread."""
+    """Seed of all that is drawn."""
     warm_s: Annotated[float | None, _SAID] = None
     """Seconds at the start that only warm the caches and are not measured (default: 60, at most a tenth)."""
     start_s: Annotated[float | None, _SAID] = None
-    """Leave out what the log has before this many seconds after its first request."""
+    """Leave out what the log has before this many seconds after its first row."""
     end_s: Annotated[float | None, _SAID] = None
-    """Leave out what the log has from this many seconds after its first request on."""
-    block_tokens: int = 512
-    """Tokens of a content block in a Mooncake log."""
+    """Leave out what the log has from this many seconds after its first row on."""
+    block_tokens: Annotated[int | None, _SAID] = None
+    """Tokens of a content block (default: 512 in a Mooncake log, 16 in a Qwen-Bailian log)."""
+    strict: Switch = False
+    """Take any row that would be left out as an error."""
     overwrite: Switch = False
     """Replace an output that exists."""
 
@@ -61,14 +87,8 @@ def convert(args: ConvertArgs) -> None:
     for path in args.input:
         if path.exists() and args.output.exists() and path.samefile(args.output):
             raise UserError(f"{args.output} is the log itself; name another output")
-    total = sum(path.stat().st_size for path in args.input if path.is_file())
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=total)
-        trace = read_trace(
-            args.input,
-            args.format,
+    with _reading(args.input) as told:
+        options = ReadOptions(
             speed_up=args.speed_up,
             spread=args.spread,
             seed=args.seed,
@@ -76,15 +96,56 @@ def convert(args: ConvertArgs) -> None:
             start_s=args.start_s,
             end_s=args.end_s,
             block_tokens=args.block_tokens,
-            progress=lambda size: progress.advance(task, size),
+            strict=args.strict,
+            requests=args.requests,
+            session_s=args.session_s,
+            arrivals=args.arrivals,
+            candidates=args.candidates,
+            candidate_window_s=args.candidate_window_s,
+            zipf_items=args.zipf_items,
+            law_items=args.law_items,
+            mapping=None if args.map is None else parse_mapping(args.map),
+            progress=told,
         )
-    trace.save(args.output, args.overwrite)
-    seconds = (trace.end_ns - trace.meta.phases[0].start_ns) / 1e9
+        meta, requests = write_trace(args.input, args.format, options, args.output)
+    seconds = (meta.phases[0].end_ns - meta.phases[0].start_ns) / 1e9
     print(
-        f"{args.output}: {len(trace):,} requests in {seconds:,.1f} s, {len(trace) / seconds:,.2f}/s; "
+        f"{args.output}: {requests:,} requests in {seconds:,.1f} s, {requests / seconds:,.2f}/s; "
         f"{args.output.stat().st_size / 2**20:,.1f} MiB"
     )
-    for step in trace.meta.steps:
+    for step in meta.steps:
         print(f"  {step}")
-    for reason, count in trace.meta.dropped.items():
+    for reason, count in meta.dropped.items():
         print(f"  left out, {reason}: {count}")
+
+
+def write_trace(
+    paths: tuple[Path, ...], format: str | None, options: ReadOptions, output: Path
+) -> tuple[TraceMeta, int]:
+    """Convert a log to the file `output`, aside and then renamed; return the meta data and how many requests."""
+    writers: list[TraceWriter] = []
+    with atomic_file(output) as aside, ExitStack() as stack:
+
+        def open_writer(tables: dict[str, Ids], candidates: int) -> TraceWriter:
+            writers.append(stack.enter_context(TraceWriter(aside, tables, candidates)))
+            return writers[0]
+
+        meta = convert_log(list(paths), format, options, open_writer, folder=output.parent)
+    return meta, writers[0].requests
+
+
+@contextmanager
+def _reading(paths: tuple[Path, ...]) -> Iterator[Callable[[int], None]]:
+    """Show on stderr, where it is a terminal, how much of the files was read; then that the trace is written."""
+    total = sum(path.stat().st_size for path in paths if path.is_file())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=total)
+
+        def told(size: int) -> None:
+            progress.advance(task, size)
+            if progress.tasks[0].completed >= total:
+                progress.update(task, description="sorting and writing", total=None)
+
+        yield told

@@ -353,6 +353,7 @@ class TraceWriter:
         self._written = dict.fromkeys(tables, 0)  # values of each table
         self._waiting: list[tuple[dict[str, npt.NDArray[Any]], Int64Array, Int64Array, npt.NDArray[Any] | None]] = []
         self._rows = 0  # waiting
+        self.requests = 0  # so far
         self._done = 0.0
         fields = [pa.field(name, pa.type_for_alias(kind), nullable=False) for name, kind in _COLUMNS.items()]
         fields.append(pa.field("items", pa.list_(pa.int64()), nullable=False))
@@ -389,6 +390,7 @@ class TraceWriter:
         """
         self._waiting.append((columns, item_offsets, item_values, candidates))
         self._rows += item_offsets.size - 1
+        self.requests += item_offsets.size - 1
         self._done = done
         if self._rows >= ROW_GROUP:
             self._flush(whole_groups=True)

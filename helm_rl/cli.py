@@ -34,6 +34,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "trace convert": Command("traces", "helm_rl.workloads.convert:convert", "convert a recorded log to a trace"),
     "trace inspect": Command("traces", "helm_rl.workloads.commands:inspect", "say what is in a trace"),
+    "trace fit": Command(
+        "traces", "helm_rl.workloads.commands:fit", "write a scenario whose traces have a trace's statistics"
+    ),
     "train base": Command("training", "train.ppo_base:main", "train the base policy with PPO"),
     "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle that can be served"),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),

@@ -1,4 +1,4 @@
-"""The commands `helm-rl trace generate` and `inspect`."""
+"""The commands `helm-rl trace generate`, `inspect` and `fit`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helm_rl.scenario import Load, load_scenario
 from helm_rl.workloads.generate import generate as generate_trace
 from helm_rl.workloads.inspect import TraceSummary, summarise
 from helm_rl.workloads.trace import Trace
-from helm_rl.workloads.wording import history_rows, rows, tables
+from helm_rl.workloads.wording import TextTable, history_rows, rows, tables
 
 _WIDTH = 118  # columns where stdout is no terminal
 
@@ -70,6 +70,28 @@ class InspectArgs:
     """Replace a --json or --html file that exists."""
 
 
+@dataclass
+class FitArgs:
+    """Write a scenario whose traces have a trace's rate, dispersion, popularity, pauses and histories.
+
+    What was measured is printed beside what the scenario's own traces have, and stands in the scenario's comments, as
+    does what could not be matched. The trace is taken as one constant load; its phases are not told apart.
+
+    Example: helm-rl trace fit mooncake.parquet --output mooncake.toml
+    """
+
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.parquet")]
+    """The trace, as `helm-rl trace convert` or `helm-rl trace generate` writes it."""
+    output: Annotated[Path, tyro.conf.arg(metavar="SCENARIO.toml")]
+    """Write the scenario here."""
+    name: Annotated[str | None, _SAID] = None
+    """Name of the scenario (default: the output's, without .toml)."""
+    slo_ms: float = 100.0
+    """SLO of the scenario, ms: a trace tells nothing about it."""
+    overwrite: Switch = False
+    """Replace an output that exists."""
+
+
 def generate(args: GenerateArgs) -> None:
     """Run `helm-rl trace generate`."""
     check_outputs(args.overwrite, output=args.output)
@@ -100,6 +122,28 @@ def inspect(args: InspectArgs) -> None:
             write_page(args.html, summary)
 
 
+def fit(args: FitArgs) -> None:
+    """Run `helm-rl trace fit`."""
+    check_outputs(args.overwrite, output=args.output)
+    if args.output.exists() and args.file.exists() and args.output.samefile(args.file):
+        raise UserError(f"{args.output} is the trace itself; name another output")
+    name = args.output.stem if args.name is None else args.name
+    if not 1 <= len(name) <= 200:
+        raise UserError(f"name = {name[:60]!r} must have 1 to 200 characters")
+    if not 0 < args.slo_ms <= 1e6:
+        raise UserError(f"slo-ms = {args.slo_ms:g} must be above 0, and at most 1e6")
+    from helm_rl.workloads.fit import fit as fit_scenario
+    from helm_rl.workloads.fitted import table, toml
+
+    with _working(f"reading {args.file.name}") as doing:
+        found = fit_scenario(Trace.load(args.file), name, args.slo_ms, lambda what: doing(f"{args.file.name}: {what}"))
+    write_text(args.output, toml(found, args.file.name))
+    Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, emoji=False).print(_laid_out(table(found)))
+    for note in found.notes:
+        print(f"  {note}")
+    print(f"{args.output}: scenario {name}; users come as {found.kind}")
+
+
 def _tables(summary: TraceSummary) -> Iterator[Table]:
     """Lay out a summary for the terminal: what the trace is and what was done to it, then its tables."""
     what = Table(title=f"trace {escape(summary.name)}", title_justify="left", show_header=False)
@@ -109,12 +153,16 @@ def _tables(summary: TraceSummary) -> Iterator[Table]:
         what.add_row(name, escape(value))
     yield what
     for text in tables(summary):
-        table = Table(title=text.title, title_justify="left")
-        for index, column in enumerate(text.columns):
-            table.add_column(column, justify="right" if index else "left")
-        for row in text.rows:
-            table.add_row(*map(escape, row))
-        yield table
+        yield _laid_out(text)
+
+
+def _laid_out(text: TextTable) -> Table:
+    table = Table(title=text.title, title_justify="left")
+    for index, column in enumerate(text.columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in text.rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def _save(trace: Trace, path: Path, overwrite: bool) -> None:

@@ -110,6 +110,7 @@ def test_the_commands_of_this_release() -> None:
         "trace generate",
         "trace convert",
         "trace inspect",
+        "trace fit",
         "train base",
         "export",
         "eval p99",
@@ -136,6 +137,7 @@ def test_a_group_lists_its_own_commands_only(capsys: pytest.CaptureFixture[str])
             "trace generate",
             "trace convert",
             "trace inspect",
+            "trace fit",
         ]
 
 
@@ -221,10 +223,10 @@ def test_the_examples_of_the_help_are_accepted_by_their_commands(example: str) -
         (["generate"], "there is no command 'generate'; did you mean 'helm-rl trace generate'?"),
         (["evl"], "there is no command 'evl'; did you mean 'helm-rl eval'?"),
         (["dmo", "--output", "x"], "there is no command 'dmo'; did you mean 'helm-rl demo'?"),
-        (["trace", "xyzzy"], "there is no command 'trace xyzzy'; helm-rl trace has generate, convert, inspect"),
+        (["trace", "xyzzy"], "there is no command 'trace xyzzy'; helm-rl trace has generate, convert, inspect, fit"),
         (
             ["trace", "--seed"],
-            "there is no command 'trace --seed'; helm-rl trace has generate, convert, inspect",
+            "there is no command 'trace --seed'; helm-rl trace has generate, convert, inspect, fit",
         ),
         (["xyzzy"], "there is no command 'xyzzy'; helm-rl --help lists them"),
         ([""], "there is no command ''; helm-rl --help lists them"),

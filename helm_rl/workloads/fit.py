@@ -1,0 +1,449 @@
+"""A scenario fitted to a trace: the load whose generated traces have the statistics that were measured.
+
+Fields that a statistic gives at once are set to it. Of the others (how long visits and pauses are, how soon users come
+back, how long histories were before) a trace shows only a part, cut off at both its ends, so they are adjusted until
+traces generated over the same span show what was measured. Two ways in which users may come are tried, and the nearer
+one is taken: as visitors, who come for a visit of several requests and are not seen again, or as regulars, of whom some
+come more often than others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from helm_rl.errors import UserError
+from helm_rl.scenario import LoadSection, Scenario
+from helm_rl.workloads.generate import generate
+from helm_rl.workloads.inspect import RETURN_NS, dispersion, gaps_to_previous
+from helm_rl.workloads.popularity import fit_zipf
+from helm_rl.workloads.trace import Trace
+
+WINDOWS_S = (0.1, 1.0, 10.0, 60.0, 600.0)
+_LEAST_REQUESTS = 200
+_MOST_TRIED = 30_000  # requests of a trace generated on the way
+_HISTORIES_TRIED = 10_000  # of those in which histories are looked at, each of whose requests draws more
+_MOST_ITEMS = 5_000_000  # references of a generated trace
+_SHOWN = 3  # traces whose mean statistics are shown
+_ROUNDS = 8
+_AVERAGED = 4
+_Z90 = 1.2815515655446004  # of the normal law
+_MOST_USERS = 10**10
+_SEED = 1  # of the traces generated on the way; what is shown in the end has another
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is compared; None where the trace does not have it."""
+
+    rate_per_s: float
+    dispersion: dict[str, float]  # by window in s
+    zipf_exponent: float | None
+    zipf_fits: bool
+    top_items_share: float | None  # of the most popular 1 % of the items named
+    items: int | None  # distinct
+    users: int  # distinct
+    returning: float  # share of requests by a user seen before
+    hot_user_ratio: float
+    pause_p50_s: float | None  # between a user's requests
+    pause_p90_s: float | None
+    history_mean: float
+    history_p50: float
+    history_p90: float
+    history_log_sd: float
+    new_tokens_mean: float | None  # of requests by a user seen before; of all, where there are none
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted scenario, beside what was measured and what a trace generated from it has."""
+
+    scenario: Scenario
+    measured: Statistics
+    generated: Statistics
+    kind: str  # how users come: "visitors", "regulars" or "strangers"
+    notes: tuple[str, ...]  # what could not be matched, and why
+
+
+def measure(trace: Trace, step_s: float = 0.0, items: bool = True) -> Statistics:
+    """Return the statistics of a trace.
+
+    step_s: times are taken as a clock of this step would tell them, and windows that do not suit it are left out of the
+    index of dispersion; items: whether to look at the items, which takes the longest.
+    """
+    step_ns = max(1, round(step_s * 1e9))
+    gap_ns = gaps_to_previous(trace.arrival_ns // step_ns * step_ns, trace.user)
+    again = gap_ns >= 0
+    least_s = max(0.001, step_s / 2)  # a pause of no step is not none
+    pauses = np.maximum(gap_ns[again] / 1e9, least_s)
+    named, references = np.unique(trace.item_values if items else trace.item_values[:0], return_counts=True)
+    law = fit_zipf(references)
+    top = np.sort(references)[::-1][: -(-references.size // 100)]
+    history = trace.history_tokens
+    windows = tuple(window for window in WINDOWS_S if _suits(window, step_s))
+    appended = trace.new_tokens[again] if again.any() else trace.new_tokens
+    return Statistics(
+        rate_per_s=len(trace) / ((trace.end_ns - trace.meta.phases[0].start_ns) / 1e9),
+        dispersion=dispersion(trace, windows),
+        zipf_exponent=None if law is None else law.exponent,
+        zipf_fits=law is not None and law.fits,
+        top_items_share=float(top.sum() / references.sum()) if references.size else None,
+        items=named.size or None,
+        users=int(np.unique(trace.user).size),
+        returning=float(again.mean()),
+        hot_user_ratio=float((again & (gap_ns <= RETURN_NS)).mean()),
+        pause_p50_s=float(np.quantile(pauses, 0.5)) if pauses.size else None,
+        pause_p90_s=float(np.quantile(pauses, 0.9)) if pauses.size else None,
+        history_mean=float(history.mean()),
+        history_p50=float(np.quantile(history, 0.5)),
+        history_p90=float(np.quantile(history, 0.9)),
+        history_log_sd=float(np.log(np.maximum(history, 1)).std()),
+        new_tokens_mean=float(appended.mean()) if trace.new_tokens.any() else None,
+    )
+
+
+def _suits(window_s: float, step_s: float) -> bool:
+    """Tell whether a clock's step does not show in the counts of windows: they are many steps long, or whole ones."""
+    if step_s == 0 or window_s >= 10 * step_s:
+        return True
+    steps = window_s / step_s
+    return steps > 0.5 and abs(steps - round(steps)) < 1e-6
+
+
+def fit(trace: Trace, name: str, slo_ms: float = 100.0, doing: Callable[[str], None] = lambda _: None) -> Fit:
+    """Fit a scenario to a trace.
+
+    Args:
+        trace: recorded or generated; its phases are not told apart.
+        name: of the scenario.
+        slo_ms: of the scenario; a trace tells nothing about it.
+        doing: told, in a few words, what is done next.
+
+    Raises:
+        UserError: the trace has too few requests to measure anything.
+    """
+    if len(trace) < _LEAST_REQUESTS:
+        raise UserError(f"trace {trace.meta.name} has {len(trace)} requests; a fit needs at least {_LEAST_REQUESTS}")
+    doing("measuring")
+    step_s = clock_step_s(trace)
+    measured = measure(trace, step_s)
+    notes = list(_missing(trace, measured, step_s))
+    warm_s = (trace.meta.measure_from_ns - trace.meta.phases[0].start_ns) / 1e9
+    span_s = (trace.end_ns - trace.meta.phases[0].start_ns) / 1e9
+    load: dict[str, Any] = {"rate": measured.rate_per_s, "requests_per_visit": 1.0, "users": _MOST_USERS}
+    load |= _content(trace, measured, notes)
+    base = Scenario(name=name, slo_ms=slo_ms, seconds=span_s - warm_s, warm_s=warm_s, load=LoadSection(**load))
+    tries = _Tries(base, measured, step_s, doing)
+    kind, base = tries.users(base)
+    base = tries.histories(kind, base)
+    base = tries.variation(base)
+    doing("generating a trace to compare")
+    generated = _mean([measure(generate(base, _SEED + 1 + i), step_s) for i in range(_SHOWN)])
+    return Fit(base, measured, generated, kind, tuple(notes))
+
+
+def clock_step_s(trace: Trace) -> float:
+    """Return the step of a clock that lets many requests come at one instant, in s; 0 where few do."""
+    pauses = np.diff(trace.arrival_ns)
+    apart = pauses[pauses > 0]
+    if apart.size < 10 or np.count_nonzero(pauses == 0) < 0.3 * pauses.size:
+        return 0.0
+    return float(np.median(apart) / 1e9)
+
+
+def distances(fit: Fit) -> dict[str, tuple[float, float, float]]:
+    """Return measured value, generated value and relative difference of each statistic that both have, by its name."""
+    found: dict[str, tuple[float, float]] = {}
+    for field in fields(Statistics):
+        left, right = getattr(fit.measured, field.name), getattr(fit.generated, field.name)
+        if field.name == "dispersion":
+            found |= {f"dispersion_{window}_s": (left[window], right[window]) for window in left if window in right}
+        elif field.name != "zipf_fits" and None not in (left, right):
+            found[field.name] = (float(left), float(right))
+    return {
+        name: (left, right, (right - left) / left if left else (0.0 if right == left else math.inf))
+        for name, (left, right) in found.items()
+    }
+
+
+def _mean(several: list[Statistics]) -> Statistics:
+    """Return the mean of each statistic, over those that have it."""
+
+    def mean(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {key: mean([value[key] for value in values if key in value]) for key in values[0]}
+        there = [value for value in values if value is not None]
+        if not there or isinstance(there[0], bool):
+            return all(there) if there else None
+        return float(np.mean(there))
+
+    return Statistics(
+        **{field.name: mean([getattr(one, field.name) for one in several]) for field in fields(Statistics)}
+    )
+
+
+def _missing(trace: Trace, measured: Statistics, step_s: float) -> list[str]:
+    """Say what the trace lacks, and what is therefore chosen."""
+    notes = []
+    if measured.items is None:
+        notes.append("the trace names no item: their popularity and number are defaults, not measured")
+    elif trace.meta.content == "blocks":
+        notes.append(
+            f"the items of the trace are blocks of {trace.meta.block_tokens} tokens; a generated trace names one for "
+            "each new token, so the number of items and their shares differ"
+        )
+    if measured.items is not None and measured.zipf_exponent is None:
+        notes.append("too few items are named often enough to fit a law: the exponent is a default, not measured")
+    if measured.zipf_exponent is not None and not measured.zipf_fits:
+        notes.append("no Zipf law fits the popularity of items: the exponent is the nearest, so shares differ")
+    if measured.returning == 0:
+        notes.append("no user comes twice: the trace knows no users, or each request was given one of its own")
+    if step_s > 0:
+        notes.append(f"arrivals come in steps of {step_s:g} s: times within a step, and rates over it, are not known")
+    if not measured.dispersion:
+        notes.append("the trace is too short to tell how the rate varies: arrivals are Poisson's")
+    if len(trace.meta.phases) > 1:
+        notes.append("the trace has phases: they were not told apart, so the load is a constant one with their mean")
+    span_s = (trace.end_ns - trace.meta.phases[0].start_ns) / 1e9
+    if span_s >= 6 * 3600:
+        notes.append("the course of the rate over the day is not fitted; [load] day can be set by hand")
+    return notes
+
+
+def _content(trace: Trace, measured: Statistics, notes: list[str]) -> dict[str, Any]:
+    """Return the fields of items and of what requests append."""
+    load: dict[str, Any] = {}
+    limit = int(trace.history_tokens.max())
+    appended = 1.0 if measured.new_tokens_mean is None else max(1.0, measured.new_tokens_mean)
+    most = max(1.0, min(10_000.0, limit, _MOST_ITEMS / len(trace)))
+    if appended > most:
+        notes.append(
+            f"requests append {appended:,.0f} tokens in the mean: {most:,.0f} are generated, to bound the trace"
+        )
+        appended = most
+    if measured.new_tokens_mean is None or measured.new_tokens_mean < 1:
+        notes.append("requests append less than 1 token in the mean: a generated one appends at least 1")
+    load["new_tokens_mean"] = appended
+    load["history_max"] = max(2, min(1 << 24, limit))
+    if measured.zipf_exponent is not None and measured.items is not None:
+        load["zipf_items"] = measured.zipf_exponent
+        load["items"] = catalogue(measured.zipf_exponent, trace.item_values.size, measured.items)
+    return load
+
+
+def catalogue(exponent: float, references: int, distinct: int) -> int:
+    """Return how many items a Zipf law has of which `references` draws name `distinct` in the mean; by bisection."""
+
+    def named(items: float) -> float:
+        # Ranks in stretches of equal logarithm, each by its middle: exact where a stretch is one rank.
+        edges = np.unique(np.rint(np.geomspace(1, items + 1, 4000)))
+        width = np.diff(edges)
+        rank = (edges[:-1] + edges[1:] - 1) / 2
+        weight = rank**-exponent
+        return float((width * -np.expm1(-references * weight / (width * weight).sum())).sum())
+
+    low, high = math.log(max(2, distinct)), math.log(1e12)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if named(math.exp(middle)) < distinct else (low, middle)
+    return max(2, round(math.exp(high)))
+
+
+class _Tries:
+    """Adjusts a scenario until its traces have what was measured."""
+
+    def __init__(self, base: Scenario, measured: Statistics, step_s: float, doing: Callable[[str], None]) -> None:
+        self.measured = measured
+        self.step_s = step_s
+        self.doing = doing
+        self.expected = base.load.rate * (base.seconds + base.warm_s)
+        self.thinned = min(1.0, _MOST_TRIED / self.expected)
+
+    def users(self, base: Scenario) -> tuple[str, Scenario]:
+        """Return how users come, and the scenario in which they do."""
+        if self.measured.returning == 0:
+            return "strangers", base
+        tried = [("visitors", self._visitors(base)), ("regulars", self._regulars(base))]
+        kind, (_, best) = min(tried, key=lambda found: found[1][0])
+        return kind, best
+
+    def histories(self, kind: str, base: Scenario) -> Scenario:
+        """Adjust the histories that users, who come in that way, have before the trace."""
+        target = self.measured
+        mean, sigma = target.history_mean, min(4.0, target.history_log_sd)
+        limit = base.load.history_max
+        best, least = base, math.inf
+        for round_ in range(_ROUNDS):
+            self.doing(f"histories, round {round_ + 1}")
+            tried = _with(base, history_mean=min(max(1.0, mean), 0.95 * limit), history_sigma=min(max(0.0, sigma), 4.0))
+            # Regulars must all be there; of visitors fewer will do.
+            share = 1.0 if kind == "regulars" else min(1.0, _HISTORIES_TRIED / self.expected)
+            found = self._measure(tried, share)
+            off = abs(math.log(found.history_mean / target.history_mean)) + abs(
+                found.history_log_sd - target.history_log_sd
+            )
+            if off < least:
+                best, least = tried, off
+            mean = tried.load.history_mean * target.history_mean / found.history_mean
+            sigma = tried.load.history_sigma + 0.7 * (target.history_log_sd - found.history_log_sd)
+        return best
+
+    def variation(self, base: Scenario) -> Scenario:
+        """Let the rate vary so that the index of dispersion is the one measured, at each window as far as may be."""
+        windows = np.array([float(window) for window in self.measured.dispersion])
+        if windows.size == 0:
+            return base
+        target = np.array(list(self.measured.dispersion.values()))
+        self.doing("variation of the rate")
+        own = self._dispersion(base, windows)
+        if (target <= 1.05 * own).all():
+            return base
+        best = min(
+            ((_mismatch(own, target, excess, windows, hold), excess, hold) for hold in _holds(windows)
+             for excess in [_excess(own, target, windows, hold)]),
+        )  # fmt: skip
+        _, excess, hold = best
+        chosen, least = base, _off(own, target)
+        for round_ in range(_ROUNDS):
+            if excess <= 0:
+                break
+            self.doing(f"variation of the rate, round {round_ + 1}")
+            cv = min(10.0, math.sqrt(excess / (2 * base.load.rate * hold)))
+            tried = _with(base, rate_cv=cv, rate_cv_s=hold)
+            found = self._dispersion(tried, windows)
+            off = _off(found, target)
+            if off < least:
+                chosen, least = tried, off
+            share = _share(windows, hold)
+            # Where the variation counts most, by the share of it that a window sees.
+            gained = float((share * np.maximum(found - own, 0.05 * own)).sum())
+            excess *= min(3.0, max(0.3, float((share * (target - own)).sum()) / gained))
+        return chosen
+
+    def _visitors(self, base: Scenario) -> tuple[float, Scenario]:
+        target, (middle, spread) = self.measured, _pause_law(self.measured)
+        per_visit = 1 / max(1e-4, 1 - target.returning)
+        log_think, sigma = middle + spread**2 / 2, spread
+        best, least = base, math.inf
+        for round_ in range(_ROUNDS):
+            self.doing(f"users as visitors, round {round_ + 1}")
+            sigma = min(max(sigma, 0.01), 4.0)
+            tried = _with(
+                base,
+                requests_per_visit=min(max(1.0, per_visit), 10_000.0),
+                think_s=min(max(math.exp(log_think), 1e-3), 86_400.0),
+                think_sigma=sigma,
+            )
+            try:
+                found = self._measure(tried, self.thinned, new_tokens_mean=1.0)
+            except UserError:  # visits so long that most of them would lie past the end
+                break
+            off = self._off_users(found)
+            if off < least:
+                best, least = tried, off
+            if found.pause_p50_s is None:
+                break
+            per_visit = 1 + (tried.load.requests_per_visit - 1) * _ratio(
+                _odds(target.returning), _odds(found.returning)
+            )
+            found_middle, found_spread = _pause_law(found)
+            change = 0.7 * (spread - found_spread)
+            # The mean pause, and not its logarithm's, is the field: a wider law has a larger one.
+            log_think += middle - found_middle + ((sigma + change) ** 2 - sigma**2) / 2
+            sigma += change
+        return least, best
+
+    def _regulars(self, base: Scenario) -> tuple[float, Scenario]:
+        target = self.measured
+        users, skew = float(target.users), 0.5
+        best, least = base, math.inf
+        for round_ in range(_ROUNDS):
+            self.doing(f"users as regulars, round {round_ + 1}")
+            tried = _with(
+                base,
+                requests_per_visit=1.0,
+                users=int(min(max(2.0, users), _MOST_USERS)),
+                zipf_users=min(max(0.0, skew), 3.0),
+            )
+            found = self._measure(tried, share=1.0, new_tokens_mean=1.0)
+            off = self._off_users(found)
+            if off < least:
+                best, least = tried, off
+            users *= _ratio(target.users, found.users) ** 1.5
+            if found.pause_p50_s is not None:
+                skew += 0.3 * (_pause_law(found)[0] - _pause_law(target)[0])  # frequent users come back sooner
+        return least, best
+
+    def _off_users(self, found: Statistics) -> float:
+        target = self.measured
+        off = abs(math.log(_ratio(_odds(found.returning), _odds(target.returning))))
+        if found.pause_p50_s is None:
+            return off + 10.0
+        for mine, theirs in zip(_pause_law(found), _pause_law(target), strict=True):
+            off += abs(mine - theirs)
+        return off + abs(found.hot_user_ratio - target.hot_user_ratio)
+
+    def _measure(self, scenario: Scenario, share: float, **load: Any) -> Statistics:
+        """Measure a trace of a share of the requests; it shows the same of visits, which do not depend on one another.
+
+        load: other fields of its load; what a request appends matters to histories alone, so items can be few.
+        """
+        tried = _with(scenario, rate=scenario.load.rate * share, **load)
+        return measure(generate(tried, _SEED), self.step_s, items=False)
+
+    def _dispersion(self, scenario: Scenario, windows: FloatArray) -> FloatArray:
+        """Return the mean index of dispersion over a few traces: one trace has few of the longest windows."""
+        tried = _with(scenario, new_tokens_mean=1.0)
+        found = [dispersion(generate(tried, _SEED + i), tuple(windows.tolist())) for i in range(_AVERAGED)]
+        return np.array([np.mean([one[f"{window:g}"] for one in found]) for window in windows])
+
+
+def _with(scenario: Scenario, **load: Any) -> Scenario:
+    changed = LoadSection.model_validate(scenario.load.model_dump() | load)
+    return scenario.model_copy(update={"load": changed})
+
+
+def _pause_law(found: Statistics) -> tuple[float, float]:
+    """Return mean and standard deviation of the logarithm of the lognormal law that has the quantiles of the pauses."""
+    assert found.pause_p50_s is not None
+    assert found.pause_p90_s is not None
+    middle = math.log(found.pause_p50_s)
+    return middle, max(0.01, (math.log(found.pause_p90_s) - middle) / _Z90)
+
+
+def _odds(share: float) -> float:
+    return share / max(1e-6, 1 - share)
+
+
+def _ratio(above: float, below: float) -> float:
+    return min(10.0, max(0.1, above / max(1e-9, below)))
+
+
+def _holds(windows: FloatArray) -> list[float]:
+    return np.geomspace(windows[0] / 4, windows[-1] * 4, 24).tolist()
+
+
+def _share(windows: FloatArray, hold: float) -> FloatArray:
+    """Return how much of a rate's variation the windows see: 1 for those far longer than it holds."""
+    return 1 - hold / windows * -np.expm1(-windows / hold)
+
+
+def _excess(own: FloatArray, target: FloatArray, windows: FloatArray, hold: float) -> float:
+    """Return the dispersion that the variation should add to very long windows: least squares of the relative error."""
+    share = _share(windows, hold)
+    return max(0.0, float((share * (target - own) / target**2).sum() / (share**2 / target**2).sum()))
+
+
+def _mismatch(own: FloatArray, target: FloatArray, excess: float, windows: FloatArray, hold: float) -> float:
+    return _off(own + excess * _share(windows, hold), target)
+
+
+def _off(found: FloatArray, target: FloatArray) -> float:
+    return float(np.abs(np.log(found / target)).sum())

@@ -1,0 +1,91 @@
+"""A fitted scenario as a TOML file that says what was measured, and as a table beside what it generates."""
+
+from __future__ import annotations
+
+import json
+
+from helm_rl.workloads.fit import Fit, distances
+from helm_rl.workloads.wording import TextTable
+
+_KINDS = {
+    "visitors": "Users are visitors: each comes for one visit, of several requests, and is not seen again.",
+    "regulars": "Users are regulars: they come again and again, some more often than others.",
+    "strangers": "Users are strangers: no one comes twice.",
+}
+_NAMES = {
+    "rate_per_s": "rate, requests/s",
+    "zipf_exponent": "Zipf exponent of items",
+    "top_items_share": "share of the top 1 % of items",
+    "items": "items named",
+    "users": "users",
+    "returning": "requests by a user seen before",
+    "hot_user_ratio": "hot-user ratio (60 s)",
+    "pause_p50_s": "pause until a user returns, p50, s",
+    "pause_p90_s": "pause until a user returns, p90, s",
+    "history_mean": "history, mean, tokens",
+    "history_p50": "history, p50, tokens",
+    "history_p90": "history, p90, tokens",
+    "history_log_sd": "history, sd of its logarithm",
+    "new_tokens_mean": "new tokens per request",
+}
+# Fields of [load] that are written in any case, and what they are.
+_FIELDS = {
+    "rate": "requests/s",
+    "requests_per_visit": "mean",
+    "think_s": "mean seconds between two requests of a visit",
+    "think_sigma": "standard deviation of the logarithm of that pause; 0: exponential",
+    "history_mean": "tokens of a user's history before the trace",
+    "new_tokens_mean": "tokens that a request appends",
+    "rate_cv": "the rate varies by factors with this standard deviation over mean,",
+    "rate_cv_s": "each for so many seconds in the mean",
+}
+
+
+def table(found: Fit) -> TextTable:
+    """Lay out each statistic: measured, generated, relative difference."""
+    rows = []
+    for name, (measured, generated, difference) in distances(found).items():
+        label = _NAMES.get(name) or f"dispersion in windows of {name.removeprefix('dispersion_').removesuffix('_s')} s"
+        rows.append([label, f"{measured:,.4g}", f"{generated:,.4g}", f"{difference:+.1%}"])
+    return TextTable("measured and generated", ["", "measured", "generated", "difference"], rows)
+
+
+def toml(found: Fit, source: str) -> str:
+    """Return the scenario as the text of a TOML file; source: name of the trace's file."""
+    scenario, load = found.scenario, found.scenario.load
+    lines = [f"# Fitted to {_comment(source)} by `helm-rl trace fit`: measured there, and of traces of this scenario:"]
+    for label, measured, generated, difference in table(found).rows:
+        lines.append(f"#   {label}: {measured}, {generated} ({difference})")
+    lines += [f"# Not matched: {note}." for note in found.notes]
+    lines += [
+        "# Chosen, not measured: the SLO, and all of [model] and [hardware].",
+        f"name = {json.dumps(scenario.name)}",
+        f"slo_ms = {_real(scenario.slo_ms)}",
+        f"seconds = {_real(scenario.seconds)}",
+        f"warm_s = {_real(scenario.warm_s)}",
+        f"seed = {scenario.seed}",
+        "",
+        "[model]",
+        f'profile = "{scenario.model.profile}"',
+        "",
+        "[hardware]",
+        f'profile = "{scenario.hardware.profile}"',
+        f'link = "{scenario.hardware.link}"',
+        "",
+        "[load]",
+        f"# {_KINDS[found.kind]}",
+    ]
+    for name, field in type(load).model_fields.items():
+        value = getattr(load, name)
+        if value != field.default or name in _FIELDS:
+            lines.append(f"{name} = {_real(value)}" + (f" # {_FIELDS[name]}" if name in _FIELDS else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _real(value: float) -> str:
+    return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e5 else repr(value)
+
+
+def _comment(text: str) -> str:
+    """Keep a file's name on its line: TOML allows no control characters in comments."""
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,0 +1,155 @@
+"""`helm-rl trace fit`: a trace of the fitted scenario has what the trace had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helm_rl import cli
+from helm_rl.errors import UserError
+from helm_rl.scenario import Scenario, load_scenario
+from helm_rl.workloads.fit import catalogue, clock_step_s, distances, fit, measure
+from helm_rl.workloads.fitted import toml
+from helm_rl.workloads.generate import generate, zipf_codes
+from helm_rl.workloads.trace import Trace
+from tests.helm_rl.workloads.loads import scenario
+from tests.helm_rl.workloads.test_inspect import trace_of
+
+VISITORS = scenario(
+    seconds=1200,
+    rate=20,
+    requests_per_visit=4,
+    think_s=40,
+    think_sigma=1,
+    users=10**10,
+    zipf_items=0.9,
+    items=5000,
+    history_mean=800,
+    history_sigma=0.7,
+    rate_cv=0.8,
+    rate_cv_s=30,
+)
+
+
+def close(asked: Scenario, tolerances: dict[str, float], kind: str) -> None:
+    found = fit(generate(asked, 5), "again")
+    assert found.kind == kind
+    off = {name: difference for name, (_, _, difference) in distances(found).items()}
+    for name, tolerance in tolerances.items():
+        assert abs(off[name]) < tolerance, (name, off[name])
+
+
+def test_a_load_of_visitors_is_found_again() -> None:
+    """Three fitted traces beside one: what is left is the scatter of one trace of 24,000 requests."""
+    tolerances = {
+        "rate_per_s": 0.06,
+        "returning": 0.03,
+        "hot_user_ratio": 0.06,
+        "pause_p50_s": 0.08,
+        "pause_p90_s": 0.1,
+        "zipf_exponent": 0.03,
+        "items": 0.05,
+        "top_items_share": 0.05,
+        "history_mean": 0.06,
+        "history_p50": 0.08,
+        "history_log_sd": 0.06,
+        "new_tokens_mean": 0.05,
+        "dispersion_1_s": 0.15,
+        "dispersion_10_s": 0.3,
+        "users": 0.08,
+    }
+    close(VISITORS, tolerances, "visitors")
+
+
+def test_a_load_of_regulars_is_found_again() -> None:
+    asked = scenario(seconds=900, rate=30, requests_per_visit=1, users=600, zipf_users=0.6, history_mean=3000)
+    tolerances = {"rate_per_s": 0.03, "returning": 0.02, "users": 0.03, "hot_user_ratio": 0.06, "pause_p50_s": 0.12}
+    close(asked, tolerances, "regulars")
+
+
+def test_what_a_trace_lacks_is_said_and_left_at_its_default() -> None:
+    rng = np.random.default_rng(1)
+    times = np.cumsum(rng.exponential(0.2, 2000)).tolist()
+    trace = trace_of(times, list(range(2000)), [[]] * 2000, rng.integers(100, 3000, 2000).tolist())
+    found = fit(trace, "arrivals")
+    assert found.kind == "strangers"
+    assert found.measured.items is None
+    assert found.measured.pause_p50_s is None
+    assert found.scenario.load.zipf_items == 1.05
+    assert "items" not in distances(found)
+    said = " ".join(found.notes)
+    assert "names no item" in said
+    assert "no user comes twice" in said
+    assert found.scenario.load.rate == pytest.approx(5, rel=0.1)
+    assert found.generated.history_mean == pytest.approx(found.measured.history_mean, rel=0.05)
+
+
+def test_the_steps_of_a_clock_are_no_bursts() -> None:
+    trace = generate(scenario(seconds=900, warm_s=100, rate=40, requests_per_visit=3, think_s=5, users=10**10))
+    assert clock_step_s(trace) == 0
+    floor = trace.arrival_ns // 10**9 * 10**9
+    coarse = replace(trace, arrival_ns=floor)
+    assert clock_step_s(coarse) == 1
+    exact, told = measure(trace), measure(coarse, 1.0)
+    assert "0.1" not in told.dispersion
+    assert told.dispersion["1"] == pytest.approx(exact.dispersion["1"])
+    found = fit(coarse, "coarse")
+    off = {name: difference for name, (_, _, difference) in distances(found).items()}
+    assert abs(off["pause_p50_s"]) < 0.35  # 3 s or 4
+    assert abs(off["returning"]) < 0.03
+    assert abs(off["dispersion_1_s"]) < 0.15
+
+
+@pytest.mark.parametrize(("exponent", "items"), [(0.5, 3000), (0.9, 50_000), (1.05, 10**6), (1.5, 1000)])
+def test_the_number_of_items_follows_from_how_many_were_named(exponent: float, items: int) -> None:
+    codes = zipf_codes(np.random.default_rng(2), 200_000, exponent, items)
+    distinct = np.unique(codes).size
+    again = zipf_codes(np.random.default_rng(3), 200_000, exponent, catalogue(exponent, 200_000, distinct))
+    assert np.unique(again).size == pytest.approx(distinct, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fit") / "some trace.parquet"
+    generate(scenario(seconds=200, rate=15, requests_per_visit=3, users=10**10)).save(path)
+    return path
+
+
+def test_the_file_is_the_scenario(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "again.toml"
+    assert cli.main(["trace", "fit", str(saved), "--output", str(output), "--slo-ms", "250"]) == 0
+    said = capsys.readouterr().out
+    assert "hot-user ratio" in said
+    assert "users come as" in said
+    text = output.read_text()
+    assert text.startswith("# Fitted to some trace.parquet by")
+    written = load_scenario(output)
+    assert (written.name, written.slo_ms) == ("again", 250)
+    expected = fit(Trace.load(saved), "again", 250).scenario
+    for name in set(type(expected.load).model_fields) - {"rate_end", "phase", "day"}:
+        assert getattr(written.load, name) == pytest.approx(getattr(expected.load, name), rel=1e-5), name
+    assert written.load.rate == pytest.approx(15, rel=0.1)
+    assert cli.main(["trace", "generate", str(output), "--output", str(tmp_path / "t.parquet")]) == 0
+
+
+def test_names_that_toml_must_escape(saved: Path, tmp_path: Path) -> None:
+    found = fit(Trace.load(saved), 'a "quoted" \\ name\x07')
+    (tmp_path / "x.toml").write_text(toml(found, "a\nname = 3\x00.parquet"))
+    assert load_scenario(tmp_path / "x.toml").name == 'a "quoted" \\ name\x07'
+
+
+def test_what_cannot_be_fitted_is_refused(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="has 3 requests; a fit needs at least 200"):
+        fit(trace_of([0, 1, 2], [0, 1, 2], [[1], [1], [1]], [1, 1, 1]), "x")
+    for arguments, message in (
+        (["--output", str(tmp_path / "no" / "x.toml")], "does not exist"),
+        (["--output", str(saved), "--overwrite"], "is the trace itself"),
+        (["--output", str(tmp_path / "x.toml"), "--slo-ms", "0"], "slo-ms = 0 must be"),
+        (["--output", str(tmp_path / "x.toml"), "--name", ""], "must have 1 to 200 characters"),
+    ):
+        assert cli.main(["trace", "fit", str(saved), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x.toml").exists()

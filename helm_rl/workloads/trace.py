@@ -354,7 +354,8 @@ class TraceWriter:
         self._waiting: list[tuple[dict[str, npt.NDArray[Any]], Int64Array, Int64Array, npt.NDArray[Any] | None]] = []
         self._rows = 0  # waiting
         self.requests = 0  # so far
-        self._done = 0.0
+        self._done = 0.0  # share of the trace that was given
+        self._share = 0.0  # and written
         fields = [pa.field(name, pa.type_for_alias(kind), nullable=False) for name, kind in _COLUMNS.items()]
         fields.append(pa.field("items", pa.list_(pa.int64()), nullable=False))
         for name, table in tables.items():
@@ -392,7 +393,7 @@ class TraceWriter:
         self._rows += item_offsets.size - 1
         self.requests += item_offsets.size - 1
         self._done = done
-        if self._rows >= ROW_GROUP:
+        if self._rows > ROW_GROUP:  # the last request waits, so that the rest of the tables has a row to go to
             self._flush(whole_groups=True)
 
     def finish(self, meta: TraceMeta | None = None) -> None:
@@ -411,12 +412,12 @@ class TraceWriter:
         scored = None
         if self._candidates:
             scored = np.concatenate([part[3] for part in self._waiting if part[3] is not None])
-        count = self._rows // ROW_GROUP * ROW_GROUP if whole_groups else self._rows
-        before = dict(self._written)
-        share = self._done * (count / self._rows)  # of the tables, by what stays waiting
+        count = (self._rows - 1) // ROW_GROUP * ROW_GROUP if whole_groups else self._rows
+        begun = self._share
         for first in range(0, count, ROW_GROUP):
             last = min(first + ROW_GROUP, count)
-            self._write_group(columns, offsets, values, scored, first, last, count, before, share)
+            self._share = begun + (self._done - begun) * (last / self._rows)
+            self._write_group(columns, offsets, values, scored, first, last)
         low = int(offsets[count])
         rest = {name: column[count:].copy() for name, column in columns.items()}
         left = None if scored is None else scored[count:].copy()
@@ -431,22 +432,17 @@ class TraceWriter:
         scored: npt.NDArray[np.int64] | None,
         first: int,
         last: int,
-        count: int,
-        before: dict[str, int],
-        share: float,
     ) -> None:
         import pyarrow as pa
 
         arrays = [pa.array(columns[name][first:last]) for name in _COLUMNS]
         arrays.append(_list_array("items", values, offsets[first : last + 1]))
         for name, table in self._tables.items():
-            size = table.size
-            end = size if self._done == 1.0 and last == count else int(size * share) if share < 1 else size
-            start = self._written[name]
-            span = max(0, end - before[name])
-            rows = np.arange(first, last + 1, dtype=np.int64)
-            cuts = np.maximum(before[name] + rows * span // count, start)
-            self._written[name] = int(cuts[-1])
+            # Linear from where the group before ended to this one's share of the whole.
+            start, rows = self._written[name], last - first
+            end = table.size if self._share > 1 - 1e-12 else max(start, int(table.size * self._share))
+            cuts = start + np.arange(rows + 1, dtype=np.int64) * (end - start) // rows
+            self._written[name] = end
             flat = table if isinstance(table, StringIds) else table.reshape(-1)
             arrays.append(_list_array(name, flat, cuts))
         if scored is not None:

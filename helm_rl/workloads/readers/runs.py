@@ -21,7 +21,9 @@ from helm_rl.workloads.readers.rows import Rows
 from helm_rl.workloads.trace import gather
 
 RUN_ROWS = 1 << 22
+"""Rows (or quarters of items) that are sorted at once, and spilled if more follow."""
 PIECE_ROWS = 1 << 19
+"""Rows that a merge aims to hold at a time."""
 _MARK = 4096  # rows between two entries of a run's index
 _DIGIT = 11
 
@@ -108,11 +110,9 @@ class _Run:
 class Runs:
     """Collects rows, and gives them back in order of time."""
 
-    def __init__(self, folder: Path | None, run_rows: int = RUN_ROWS, piece_rows: int = PIECE_ROWS) -> None:
+    def __init__(self, folder: Path | None) -> None:
         """folder: where a spill file is made (it has no name, so that nothing is left of it whatever happens)."""
         self._folder = folder
-        self._run_rows = run_rows
-        self._piece_rows = piece_rows
         self._waiting: list[Rows] = []
         self._size = 0  # waiting, in rows and items
         self._runs: list[_Run] = []
@@ -151,7 +151,7 @@ class Runs:
             raise UserError(f"the files of one log must have the same columns; some lack {odd}")
         self._waiting.append(rows)
         self._size += max(time.size, 0 if rows.lengths is None or rows.item is None else rows.item.size // 4)
-        if self._size >= self._run_rows:
+        if self._size >= RUN_ROWS:
             self._sort(spill=True)
 
     def finish(self) -> None:
@@ -249,7 +249,7 @@ class Runs:
 
     def _splitters(self, from_ns: int, to_ns: int) -> list[int]:
         times = np.sort(np.concatenate([run.times for run in self._runs])) if self._runs else np.zeros(0, np.int64)
-        cuts = np.unique(times[:: max(1, self._piece_rows // _MARK)])
+        cuts = np.unique(times[:: max(1, PIECE_ROWS // _MARK)])
         return [int(cut) for cut in cuts if from_ns < cut < to_ns]
 
 

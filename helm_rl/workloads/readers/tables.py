@@ -264,7 +264,8 @@ class Columns:
         if state == delimited.EMPTY:
             return "empty", f"is not {'an id' if self._kind(part) != 'whole' and part != 'time' else whole}"
         if state == delimited.RANGE:
-            limits = {"tenant": f"0..{_MAX_INT32}", "tokens": f"1..{_MAX_INT32}", "time": "146 years"}
+            years = f"146 years, if it is in {unit}"
+            limits = {"tenant": f"0..{_MAX_INT32}", "tokens": f"1..{_MAX_INT32}", "time": years}
             limit = limits.get(part, "-2^63..2^64 - 1")
             return "out of range", f"is outside {limit}"
         return f"not {whole}", f"is not {whole}"
@@ -404,6 +405,7 @@ class _Cutter:
         """Yield rows, how many were dropped, and how many there were; `line` is that of the chunk's first."""
         data = np.frombuffer(chunk, dtype=np.uint8)
         layout = self.layout
+        quoted = layout.mapping.quoted and b'"' in chunk
         begin = 0
         while begin < data.size:
             blanks_before = int(self.blanks.sum())
@@ -414,7 +416,7 @@ class _Cutter:
                 self._wanted,
                 layout.columns,
                 layout.greedy,
-                layout.mapping.quoted,
+                quoted,
                 self._starts,
                 self._ends,
                 self._line,

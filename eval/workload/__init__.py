@@ -1,0 +1,1 @@
+"""What `helm-rl bench trace` measures: reading logs, generating, miss-ratio curves, fitting."""

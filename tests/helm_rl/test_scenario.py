@@ -267,7 +267,7 @@ def test_files_that_are_no_scenario(tmp_path: Path, content: bytes, said: str) -
 
 
 def test_a_name_that_is_neither_shipped_nor_a_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"burts is neither a shipped scenario \(burst, .*\) nor a file"):
+    with pytest.raises(UserError, match=r"burts is neither a shipped scenario \(books, burst, .*\) nor a file"):
         load_scenario("burts")
     with pytest.raises(UserError, match="is not a file"):
         load_scenario(tmp_path)

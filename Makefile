@@ -8,12 +8,13 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test gpu-check lint format clean
+.PHONY: help install demo test fuzz gpu-check lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       trace, training, export, evaluation and report in one go, into demo-output/"
 	@echo "make test       the whole test suite"
+	@echo "make fuzz       the readers on broken logs, 2 minutes each (with atheris if the extra fuzz is installed)"
 	@echo "make gpu-check  on a machine with a GPU: the tests marked gpu, compute-sanitizer, a table of speeds; no .venv"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff lay out the code"
@@ -41,6 +42,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+fuzz: $(STAMP)
+	$(BIN)/python -m fuzz $(FUZZ_ARGS)
 
 # On a machine of which only a Python with cupy, numpy, numba and pytest is asked; GPU_CHECK_ARGS="--json FILE" for figures.
 gpu-check:

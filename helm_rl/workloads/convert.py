@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from helm_rl.errors import UserError
 from helm_rl.files import atomic_file, check_outputs
 from helm_rl.workloads.readers import ReadOptions, convert_log, parse_mapping
+from helm_rl.workloads.readers.joined import join
 from helm_rl.workloads.readers.mapping import Requests
 from helm_rl.workloads.trace import Ids, TraceMeta, TraceWriter
 
@@ -45,6 +47,10 @@ class ConvertArgs:
     map: Annotated[str | None, _SAID] = None
     """What the columns of an unknown log mean: time=ts:ms,user=uid,item=vid and, where there are such, tenant=, tokens=
     (length of the history), request=. Units: s, ms, us, ns, iso. separator=tab, header=no (then by place: time=4)."""
+    with_log: Annotated[tuple[Path, ...], tyro.conf.arg(name="with", metavar="LOG", help_behavior_hint="")] = ()
+    """Take users and items, in order, from this other log, and from the first its arrivals alone."""
+    with_map: Annotated[str | None, _SAID] = None
+    """What the columns of the other log mean, if it is unknown."""
     requests: Annotated[Requests | None, _SAID] = None
     """Which rows make a request: those of one user and time, of one session, or each (default: as the format says)."""
     session_s: Annotated[float | None, _SAID] = None
@@ -84,10 +90,12 @@ def convert(args: ConvertArgs) -> None:
     if not args.input:
         raise UserError("name the log to convert: helm-rl trace convert LOG --output FILE.parquet")
     check_outputs(args.overwrite, output=args.output)
-    for path in args.input:
+    if args.with_log and args.candidates:
+        raise UserError("candidates cannot be drawn while two logs are joined; draw them from one log")
+    for path in (*args.input, *args.with_log):
         if path.exists() and args.output.exists() and path.samefile(args.output):
             raise UserError(f"{args.output} is the log itself; name another output")
-    with _reading(args.input) as told:
+    with _reading((*args.input, *args.with_log)) as told:
         options = ReadOptions(
             speed_up=args.speed_up,
             spread=args.spread,
@@ -107,7 +115,20 @@ def convert(args: ConvertArgs) -> None:
             mapping=None if args.map is None else parse_mapping(args.map),
             progress=told,
         )
-        meta, requests = write_trace(args.input, args.format, options, args.output)
+        if args.with_log:
+            other = ReadOptions(
+                requests=args.requests,
+                session_s=args.session_s,
+                block_tokens=args.block_tokens,
+                strict=args.strict,
+                # An order is all that is asked of it: its times may be missing.
+                mapping=None if args.with_map is None else parse_mapping(args.with_map),
+                progress=told,
+            )
+            alone = replace(options, requests=None, session_s=None, block_tokens=None)
+            meta, requests = write_joined(args.input, args.format, alone, args.with_log, other, args.output)
+        else:
+            meta, requests = write_trace(args.input, args.format, options, args.output)
     seconds = (meta.phases[0].end_ns - meta.phases[0].start_ns) / 1e9
     print(
         f"{args.output}: {requests:,} requests in {seconds:,.1f} s, {requests / seconds:,.2f}/s; "
@@ -132,6 +153,23 @@ def write_trace(
 
         meta = convert_log(list(paths), format, options, open_writer, folder=output.parent)
     return meta, writers[0].requests
+
+
+def write_joined(
+    paths: tuple[Path, ...],
+    format: str | None,
+    options: ReadOptions,
+    with_log: tuple[Path, ...],
+    with_options: ReadOptions,
+    output: Path,
+) -> tuple[TraceMeta, int]:
+    """Convert two logs, and write the requests of the second at the arrivals of the first; as write_trace otherwise."""
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+        arrivals, contents = Path(folder) / "arrivals.parquet", Path(folder) / "contents.parquet"
+        write_trace(paths, format, options, arrivals)
+        write_trace(with_log, None, with_options, contents)
+        with atomic_file(output) as aside:
+            return join(arrivals, contents, aside, options.warm_s)
 
 
 @contextmanager

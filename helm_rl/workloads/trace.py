@@ -312,6 +312,18 @@ class Trace:
                 latest = int(part.arrival_ns[-1])
                 yield part
 
+    @staticmethod
+    def read_meta(path: str | Path) -> tuple[TraceMeta, int]:
+        """Return the meta data of a trace file, and how many requests it has. Raises UserError as `load` does."""
+        with _TraceFile(Path(path)) as file:
+            return file.meta, int(file.file.metadata.num_rows)
+
+    @staticmethod
+    def read_tables(path: str | Path) -> dict[str, Ids]:
+        """Return what stands beside the requests of a trace file, as `tables` does. Raises UserError as `load` does."""
+        with _TraceFile(Path(path)) as file:
+            return {name: file.read_table(name) for name in file.tables}
+
     def tables(self) -> dict[str, Ids]:
         """Return what stands beside the requests, by the name of its column on disk."""
         tables: dict[str, Ids] = {}
@@ -719,7 +731,7 @@ class _TraceFile:
         offsets = [part.item_offsets[:-1] + start for part, start in zip(parts, starts[:-1], strict=True)]
         offsets.append(starts[-1:])
         columns["item_offsets"] = np.concatenate(offsets, dtype=np.int64)
-        tables = {name: self._read_table(name, shape) for name, shape in self.tables.items()}
+        tables = {name: self.read_table(name) for name in self.tables}
         return Trace(
             **columns,
             meta=self.meta,
@@ -728,8 +740,11 @@ class _TraceFile:
             feature_tables={name.removeprefix(_TABLE_PREFIX): table for name, table in tables.items()},
         )
 
-    def _read_table(self, name: str, shape: tuple[int, ...]) -> Any:
+    def read_table(self, name: str) -> Any:
+        """Return one of the tables beside the requests."""
         import pyarrow as pa
+
+        shape = self.tables[name]
 
         if pa.types.is_string(self.file.schema_arrow.field(name).type.value_type):
             return self._read_texts(name, shape)

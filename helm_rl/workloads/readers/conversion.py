@@ -266,6 +266,8 @@ class _Conversion:
         if books.item.count:
             self.item_ids, self._item_place = books.item.ordered(used["item"])
             books.item.free()
+        if self.mapping.item and (self.item_ids is None or not self.item_ids.size):
+            raise UserError(f"{self.paths[0]}: not one item in it; field {self.mapping.item} is empty in every row")
         self._tenants = self._tenant_values()
         self._request_place = books.request.ordered()[1] if books.request.count else None
 

@@ -48,7 +48,7 @@ def sort_order(*keys: npt.NDArray[Any]) -> Int32Array | None:
         low, high = int(key.min()), int(key.max())
         step = 1
         if high - low >= 1 << 2 * _DIGIT and key.dtype == np.int64:
-            step = next((s for s in (10**9, 10**6, 1000) if not (key % s).any()), 1)
+            step = next((s for s in (10**9, 10**6, 1000) if not (key[:64] % s).any() and not (key % s).any()), 1)
         digits = ((key - low) if step == 1 else (key // step - low // step)).astype(np.uint64)
         width = ((high - low) // step).bit_length()
         for shift in range(0, width, _DIGIT):

@@ -1,0 +1,33 @@
+"""Two seconds of mutations a reader: nothing but a sound trace or a UserError comes out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fuzz.mutate import fuzz, mutated
+from fuzz.targets import SEEDS, target
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_only_documented_errors_come_out(name: str) -> None:
+    run = target(name)
+    assert all(run(seed) for seed in SEEDS[name] if name != "any" or seed is not SEEDS["any"][-1])
+    inputs, traces = fuzz(run, SEEDS[name], 2.0)
+    assert inputs >= 20
+    assert 0 < traces < inputs
+
+
+def test_a_fault_is_raised_with_the_input_that_shows_it() -> None:
+    def faulty(data: bytes) -> bool:
+        raise KeyError("x")
+
+    with pytest.raises(AssertionError, match=r"input 0 of seed 1, b'.*KeyError"):
+        fuzz(faulty, [b"abc"], 1.0)
+
+
+def test_mutations_are_seeded() -> None:
+    first, second = (mutated(random.Random(3), SEEDS["any"]) for _ in range(2))
+    assert first == second
+    assert first not in SEEDS["any"]

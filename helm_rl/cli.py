@@ -62,6 +62,7 @@ COMMANDS: dict[str, Command] = {
     "bench model": Command(
         "measuring", "eval.bench_model:main", "the serving model against theory and an unsampled run"
     ),
+    "bench trace": Command("measuring", "eval.bench_trace:main", "reading logs, drawing traces, miss ratios, fits"),
     "bench profiles": Command(
         "measuring", "helm_rl.profiles.fit:main", "the hardware profiles beside published measurements"
     ),

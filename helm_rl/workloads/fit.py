@@ -232,6 +232,7 @@ def _content(trace: Trace, measured: Statistics, notes: list[str]) -> dict[str, 
         notes.append("requests append less than 1 token in the mean: a generated one appends at least 1")
     load["new_tokens_mean"] = appended
     load["history_max"] = max(2, min(1 << 24, limit))
+    load["history_mean"] = min(max(1.0, measured.history_mean), 0.95 * load["history_max"])
     if measured.zipf_exponent is not None and measured.items is not None:
         load["zipf_items"] = measured.zipf_exponent
         load["items"] = catalogue(measured.zipf_exponent, trace.item_values.size, measured.items)

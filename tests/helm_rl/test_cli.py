@@ -125,6 +125,7 @@ def test_the_commands_of_this_release() -> None:
         "bench live",
         "bench model",
         "bench profiles",
+        "bench trace",
         "demo",
     }
 

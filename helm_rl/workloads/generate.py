@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -117,23 +117,22 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     arrival_ns = _joined([part.arrival_ns for part in parts])
     if arrival_ns.size == 0:
         raise UserError(f"scenario {scenario.name} with seed {seed} has no request: raise seconds or the rates")
-    order, arrival_ns = _sorted(arrival_ns, phases[0])
-    user = _joined([part.user for part in parts])[order]
-    phase_of = np.repeat(np.arange(len(parts), dtype=np.int32), [part.user.size for part in parts])[order]
+    ends = np.cumsum([part.user.size for part in parts])
+    user = _joined([part.user for part in parts])
     lengths = _joined([part.new_tokens for part in parts])
     items = _joined([part.items for part in parts])
     parts.clear()  # before the items are copied once more
-    offsets, values = _gather(lengths, items, order)
-    new_tokens = lengths[order].astype(np.int32)
+    order, arrival_ns = _sorted(arrival_ns, phases[0])
+    columns = _gather(order, ends, user, lengths, items)
     return Trace(
         arrival_ns=arrival_ns,
-        user=user,
-        tenant=_tenants(scenario, user),
-        phase=phase_of,
-        history_tokens=_histories(load, user, new_tokens),
-        new_tokens=new_tokens,
-        item_offsets=offsets,
-        item_values=values,
+        user=columns.user,
+        tenant=_tenants(scenario, columns.user),
+        phase=columns.phase,
+        history_tokens=_histories(load, columns.user, columns.new_tokens),
+        new_tokens=columns.new_tokens,
+        item_offsets=columns.offsets,
+        item_values=columns.values,
         meta=TraceMeta(
             name=scenario.name,
             source="generator",
@@ -263,24 +262,40 @@ def _sorted(arrival_ns: IntArray, whole: TracePhase) -> tuple[IntArray, IntArray
     """Return the stable order of arrivals that lie within the whole, and them in that order; int64 (n,) each."""
     from helm_rl.workloads.kernels import order_by_time
 
-    order = np.empty(arrival_ns.size, dtype=np.int64)
-    ordered_ns = np.empty_like(order)
+    ordered = np.empty(2 * arrival_ns.size, dtype=np.int64)
     edges = np.zeros(arrival_ns.size // 2 + 2, dtype=np.int64)
-    if not order_by_time(arrival_ns, whole.start_ns, whole.end_ns, edges, order, ordered_ns):
-        order = np.argsort(arrival_ns, kind="stable")
-        ordered_ns = arrival_ns[order]
-    return order, ordered_ns
+    if order_by_time(arrival_ns, whole.start_ns, whole.end_ns, edges, ordered):
+        return ordered[1::2].copy(), ordered[::2].copy()
+    order = np.argsort(arrival_ns, kind="stable")
+    return order, arrival_ns[order]
 
 
-def _gather(lengths: IntArray, values: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
-    """Reorder ragged rows: return offsets (n + 1,) and values of the rows `order` (n,) of those of `lengths` (n,)."""
-    from helm_rl.workloads.kernels import gather_rows
+class _Columns(NamedTuple):
+    """Columns of a trace, in order of time."""
 
-    offsets = np.zeros(lengths.size + 1, dtype=np.int64)
+    user: IntArray
+    phase: Int32Array
+    new_tokens: Int32Array
+    offsets: IntArray
+    values: IntArray
+
+
+def _gather(order: IntArray, ends: IntArray, user: IntArray, lengths: IntArray, values: IntArray) -> _Columns:
+    """Bring requests, with `lengths` (n,) of the values each, into order; ends: of the parts that stand one by one."""
+    from helm_rl.workloads.kernels import gather_requests
+
+    n = order.size
+    offsets = np.zeros(n + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    new_offsets, gathered = np.empty_like(offsets), np.empty_like(values)
-    gather_rows(offsets, values, order, new_offsets, gathered)
-    return new_offsets, gathered
+    columns = _Columns(
+        user=np.empty(n, dtype=np.int64),
+        phase=np.empty(n, dtype=np.int32),
+        new_tokens=np.empty(n, dtype=np.int32),
+        offsets=np.empty(n + 1, dtype=np.int64),
+        values=np.empty(values.size, dtype=np.int64),
+    )
+    gather_requests(order, ends, user, offsets, values, *columns)
+    return columns
 
 
 def _histories(load: LoadSection, user: IntArray, new_tokens: Int32Array) -> Int32Array:
@@ -333,7 +348,8 @@ def _requests(
         phase,
     )
     user = zipf_codes(rng, visits, load.zipf_users, load.users)[visit]
-    new_tokens = np.minimum(rng.geometric(1 / load.new_tokens_mean, size=user.size), load.history_max).astype(np.int64)
+    new_tokens = rng.geometric(1 / load.new_tokens_mean, size=user.size)
+    np.minimum(new_tokens, load.history_max, out=new_tokens)
     items = zipf_codes(rng, int(new_tokens.sum()), load.zipf_items, load.items)
     if load.renewed_per_hour > 0:
         from helm_rl.workloads.kernels import renew

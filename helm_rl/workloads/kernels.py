@@ -74,58 +74,82 @@ def visit_requests(
 
 
 @kernel
-def order_by_time(
-    arrival_ns: Int64Array, start_ns: int, end_ns: int, edges: Int64Array, order: Int64Array, ordered_ns: Int64Array
-) -> bool:
+def order_by_time(arrival_ns: Int64Array, start_ns: int, end_ns: int, edges: Int64Array, ordered: Int64Array) -> bool:
     """Sort arrivals in [start_ns, end_ns), stably; return False, the work undone, where they crowd too much.
 
-    edges [b + 1]: zeros; b buckets of equal time are filled and sorted one by one. Written: order [n], ordered_ns [n].
+    edges [b + 1]: zeros; b buckets of equal time are filled and sorted one by one. Written: ordered [2 n], each time
+    followed by the place that it had.
     """
+    n = arrival_ns.size
     buckets = edges.size - 1
     scale = buckets / (end_ns - start_ns)
-    for i in range(arrival_ns.size):
+    for i in range(n):
         edges[min(int((arrival_ns[i] - start_ns) * scale), buckets - 1) + 1] += 1
     for b in range(buckets):
         if edges[b + 1] > MOST_IN_BUCKET:
             return False
         edges[b + 1] += edges[b]
-    for i in range(arrival_ns.size):
+    for i in range(n):
+        if i + _AHEAD < n:
+            b = min(int((arrival_ns[i + _AHEAD] - start_ns) * scale), buckets - 1)
+            prefetch(ordered, 2 * min(edges[b], n - 1))
         b = min(int((arrival_ns[i] - start_ns) * scale), buckets - 1)
-        order[edges[b]] = i
-        ordered_ns[edges[b]] = arrival_ns[i]
-        edges[b] += 1
+        at = edges[b]
+        ordered[2 * at] = arrival_ns[i]
+        ordered[2 * at + 1] = i
+        edges[b] = at + 1
     # Each edge is now the next one's; within a bucket, requests stand in the order in which they were given.
     first = 0
     for b in range(buckets):
         for at in range(first + 1, edges[b]):
-            time_ns, moved = ordered_ns[at], order[at]
+            time_ns, moved = ordered[2 * at], ordered[2 * at + 1]
             to = at
-            while to > first and ordered_ns[to - 1] > time_ns:
-                ordered_ns[to] = ordered_ns[to - 1]
-                order[to] = order[to - 1]
+            while to > first and ordered[2 * to - 2] > time_ns:
+                ordered[2 * to] = ordered[2 * to - 2]
+                ordered[2 * to + 1] = ordered[2 * to - 1]
                 to -= 1
-            ordered_ns[to] = time_ns
-            order[to] = moved
+            ordered[2 * to] = time_ns
+            ordered[2 * to + 1] = moved
         first = edges[b]
     return True
 
 
 @kernel
-def gather_rows(
-    offsets: Int64Array, values: Int64Array, order: Int64Array, new_offsets: Int64Array, gathered: Int64Array
+def gather_requests(
+    order: Int64Array,
+    ends: Int64Array,
+    user: Int64Array,
+    offsets: Int64Array,
+    values: Int64Array,
+    new_user: Int64Array,
+    new_phase: Int32Array,
+    new_tokens: Int32Array,
+    new_offsets: Int64Array,
+    new_values: Int64Array,
 ) -> None:
-    """Write the ragged rows `order` [n] of (offsets, values) to new_offsets [n + 1] and gathered."""
+    """Bring users, and ragged rows (offsets, values), into an order [n]; those written are named new_.
+
+    ends [p]: a request that stood before ends[0] is of phase 0, one before ends[1] of phase 1, and so on.
+    """
     at = 0
     n = order.size
     new_offsets[0] = 0
     for i in range(n):
-        # Rows lie anywhere: what will be needed is fetched meanwhile.
+        # Requests stand anywhere: what will be needed is fetched meanwhile.
         if i + 2 * _AHEAD < n:
             prefetch(offsets, order[i + 2 * _AHEAD])
+            prefetch(user, order[i + 2 * _AHEAD])
         if i + _AHEAD < n:
             prefetch(values, min(offsets[order[i + _AHEAD]], values.size - 1))
-        for k in range(offsets[order[i]], offsets[order[i] + 1]):
-            gathered[at] = values[k]
+        stood = order[i]
+        phase = 0
+        while stood >= ends[phase]:
+            phase += 1
+        new_phase[i] = phase
+        new_user[i] = user[stood]
+        new_tokens[i] = offsets[stood + 1] - offsets[stood]
+        for k in range(offsets[stood], offsets[stood + 1]):
+            new_values[at] = values[k]
             at += 1
         new_offsets[i + 1] = at
 

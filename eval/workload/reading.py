@@ -116,9 +116,9 @@ def _columns(rng: np.random.Generator, first: int, n: int, rows: int, users: int
     time_ms = _START_MS + at.astype(np.int64) + rng.integers(0, 3_600_000, size=n)
     start = np.maximum.accumulate(np.where(opens | (within == 0), np.arange(n), 0))
     time_ms = time_ms[start]
-    # Ranks of a Zipf law over 32M items by inverting its integral.
-    items, power = 32_000_000, -0.05
-    video = ((1 + rng.random(n) * (items**power - 1)) ** (1 / power)).astype(np.int64)
+    # A Zipf law over 32M items by inverting its integral, from rank 200 on: no video is a twentieth of all rows.
+    low, high, power = 200.0, 32_000_200.0, -0.05
+    video = ((low**power + rng.random(n) * (high**power - low**power)) ** (1 / power) - low).astype(np.int64)
     repeat = np.flatnonzero(rng.random(n) < _REPEATS)
     repeat = repeat[(repeat > 0) & (start[repeat] == start[repeat - 1])]
     video[repeat] = video[repeat - 1]

@@ -126,7 +126,7 @@ def _refuse_close(path: Path, first: str, headers: dict[str, list[str]]) -> None
     share, name = max(close)
     if share >= 0.5 and len(PRESETS[name].header & every) >= 2:
         missing = ", ".join(sorted(PRESETS[name].header - every))
-        shown = first if len(first) <= 160 else first[:157] + "..."
+        shown = (first if len(first) <= 160 else first[:157] + "...").replace("\r", " ")
         raise UserError(
             f"{path}, line 1: column {missing} is missing from the header found ({shown}), if it is a {name} log; "
             "for others say which column is what: --map time=...,user=...,item=..."

@@ -332,7 +332,7 @@ class _Layout:
         wanted = dict(mapping.named())
         optional = (*mapping.optional, *((mapping.time,) if arrivals else ()))
         self.separator = mapping.separator or _separator_of(path, mapping, first, list(wanted.values()))
-        short = first if len(first) <= 160 else first[:157] + "..."
+        short = (first if len(first) <= 160 else first[:157] + "...").replace("\r", " ")
         cells = _cells(first, self.separator)
         if mapping.header:
             self._check_header(path, cells, first, [name for name in wanted.values() if name not in optional], short)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from cache_engine.backends.cpu import embedding, ghost, kv, kv_host, pool
 from envs.serving import latency, loop, packed, queues
 from envs.serving.rows import ITEMS, RowModel, build_rows
+from helm_rl.control.burst import BurstState
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from helm_rl.profiles.hardware import ONBOARD_BATCH, link_gb_s, pcie_gb_s, resolve_hardware
@@ -306,12 +307,19 @@ class NodeSim:
         """Row lookups that the embedding cache has answered since the reset; each stands for 1 / rate rows."""
         return int(self.state.emb.counters[embedding.REQUESTED])
 
-    def run(self, until_ns: int) -> WindowStats:
-        """Serve until `until_ns` of the trace's clock and return what was measured since the last call."""
+    def run(self, until_ns: int, detector: BurstState | None = None) -> WindowStats:
+        """Serve until `until_ns` of the trace's clock and return what was measured since the last call.
+
+        A detector looks at every tick, min(control.tick_s, interval_s), and ends the window at the one at which it
+        finds a burst.
+        """
         if until_ns < self.now_ns:
             raise ValueError(f"until_ns = {until_ns} lies before the node's clock, {self.now_ns}")
         self.start_window(until_ns)
-        packed.run(self.packed, until_ns)
+        if detector is None:
+            packed.run(self.packed, until_ns)
+        else:
+            until_ns = packed.run_watched(self.packed, self.now_ns, until_ns, self._tick_ns, detector)
         return self.end_window(until_ns)
 
     def start_window(self, until_ns: int) -> None:

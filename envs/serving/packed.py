@@ -11,6 +11,7 @@ from cache_engine.backends.cpu import embedding, ghost, kv, kv_host, pool
 from cache_engine.jit import MOST_BYTES, in_memory, kernel
 from envs.serving import latency, loop, queues
 from envs.serving.rows import new_row_state
+from helm_rl.control.burst import BurstState, look
 
 
 def _example() -> loop.Node:
@@ -72,3 +73,17 @@ def pack(node: loop.Node) -> npt.NDArray[np.uint8]:
 def run(packed: npt.NDArray[np.uint8], until_ns: int) -> None:
     """Run `loop.run` on a packed node."""
     loop.run(load(packed), until_ns)
+
+
+@kernel
+def run_watched(packed: npt.NDArray[np.uint8], now_ns: int, until_ns: int, tick_ns: int, detector: BurstState) -> int:
+    """Run a packed node from `now_ns` until a burst is found at the end of a tick, or `until_ns`; return when it is."""
+    node = load(packed)
+    while now_ns < until_ns:
+        before = node.window[loop.ARRIVALS]
+        now_ns = min(now_ns + tick_ns, until_ns)
+        loop.run(node, now_ns)
+        arrived = node.window[loop.ARRIVALS] - before
+        if look(detector, arrived, latency.sketch_p99_ms(node.queue.measured)):
+            break
+    return now_ns

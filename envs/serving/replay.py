@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from envs.serving.cluster import ClusterSim, ClusterWindow
 from envs.serving.node import NodeSim
-from helm_rl.control.protocol import Controller
+from helm_rl.control.protocol import Controller, Watching
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import ObservationBuilder
 from helm_rl.scenario import Scenario
@@ -67,27 +67,27 @@ def replay(
         node: a simulator of this scenario and trace to use again, which saves building one.
         advance: called after each interval with its end (ns), for progress bars.
 
-    A target that is not a number is ignored: the last one stays.
+    A target that is not a number is ignored: the last one stays. The detector of a controller that has one looks at
+    every tick, and the controller decides at once where it finds a burst; the next interval starts there.
     """
     if node is None:
         node = NodeSim(scenario, trace, alpha0)
     else:
         node.reset(alpha0)
-    pilot = Pilot(scenario, controller, seed)
+    pilot = Pilot(scenario, controller, seed)  # resets the controller
     interval_ns = round(scenario.control.interval_s * 1e9)
     windows: list[WindowStats] = []
     targets: list[float] = []
-    until = node.now_ns
-    while until < node.end_ns:
-        until += interval_ns
+    detector = controller.detector if isinstance(controller, Watching) else None
+    while node.now_ns < node.end_ns:
         targets.append(node.target)
-        window = node.run(until)
+        window = node.run(node.now_ns + interval_ns, detector)
         windows.append(window)
         target = pilot.steer(window)
         if np.isfinite(target):
             node.set_target(target)
         if advance is not None:
-            advance(until)
+            advance(node.now_ns)
     node.drain()
     return Replay(
         latency_ms=node.latency_ms.copy(),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from helm_rl.metrics import WindowStats
+
+if TYPE_CHECKING:
+    from helm_rl.control.burst import BurstState
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -24,9 +27,19 @@ class Controller(Protocol):
         ...
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
-        """Look at one tick (min(10 ms, interval)); True asks for a decision at once. Nothing calls it yet."""
+        """Look at one tick (min(10 ms, interval)); True asks for a decision at once.
+
+        The simulator, which has its loop compiled, looks through the detector of `Watching` instead.
+        """
         ...
 
     def feedback(self, window: WindowStats) -> None:
         """Take the measured window that followed the last decision; may be ignored."""
         ...
+
+
+@runtime_checkable
+class Watching(Protocol):
+    """A controller with a burst detector, whose state compiled loops look through on every tick."""
+
+    detector: BurstState

@@ -11,13 +11,15 @@ import pytest
 
 from envs.serving.node import NodeSim
 from envs.serving.replay import Replay, replay
+from helm_rl.control.burst import BurstSettings, look_at_all, new_burst_state
+from helm_rl.control.recovery import Recovery, RecoveryRule
 from helm_rl.control.static import StaticAlpha
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import SIZE
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.generate import generate
 from helm_rl.workloads.trace import Trace
-from tests.envs.worlds import scenario, trace
+from tests.envs.worlds import QUICK, scenario, trace
 
 SECOND = 1_000_000_000
 
@@ -151,3 +153,40 @@ def test_short_intervals(load: tuple[Scenario, Trace]) -> None:
     assert np.array_equal(
         replay(short, made, StaticAlpha(0.5)).latency_ms, replay(small, made, StaticAlpha(0.5)).latency_ms
     )
+
+
+def test_a_burst_is_decided_upon_at_the_tick_at_which_it_is_found() -> None:
+    phase = {"start_s": 6.0, "seconds": 8.0, "rate": 240.0, "requests_per_visit": 3.0, "label": "burst"}
+    world = scenario(**{**QUICK, "control__interval_s": 2.0, "load__phase": (phase,), "seconds": 26.0})
+    load = generate(world, 1)
+    settings = BurstSettings(least_s=4.0, calm_s=1.0, threshold=12.0, p99_sigmas=1e9)
+    recovery = Recovery(StaticAlpha(0.5), RecoveryRule(0.2, 0.2), settings)
+    run = replay(world, load, recovery, alpha0=0.5)
+
+    # The same detector over the same ticks by itself.
+    ticks = np.arange(run.windows[0].start_ns, load.arrival_ns[-1] + 10_000_000, 10_000_000)
+    arrivals = np.histogram(load.arrival_ns, ticks)[0].astype(np.int64)
+    found = np.zeros(arrivals.size, np.bool_)
+    look_at_all(new_burst_state(settings), arrivals, found)
+    (first,) = np.flatnonzero(found)
+    fired_ns = int(ticks[first + 1])
+    assert 6.0 < fired_ns * 1e-9 < 7.5
+
+    ends = [window.end_ns for window in run.windows]
+    assert fired_ns in ends
+    at = ends.index(fired_ns)
+    assert run.target[at] == 0.5  # until then
+    assert run.target[at + 1] == np.float32(0.2)
+    assert ends[at + 1] - fired_ns == 2_000_000_000  # the next interval is a whole one
+    assert run.target[-1] == 0.5  # handed back
+    assert sum(window.arrivals for window in run.windows) == len(load)
+
+
+def test_ticks_that_find_nothing_change_nothing() -> None:
+    world = scenario(**{**QUICK, "seconds": 6.0})
+    load = generate(world, 1)
+    never = BurstSettings(threshold=1e9, p99_sigmas=1e9)
+    watched = replay(world, load, Recovery(StaticAlpha(0.4), RecoveryRule(0.2, 0.2), never), alpha0=0.5)
+    plain = replay(world, load, StaticAlpha(0.4), alpha0=0.5)
+    assert np.array_equal(watched.latency_ms, plain.latency_ms)
+    assert watched.windows == plain.windows

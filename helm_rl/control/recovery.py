@@ -1,0 +1,90 @@
+"""Layer 3, burst-aware recovery: while a burst is on, a rule sets the target in place of the controller below."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from helm_rl.control import burst
+from helm_rl.control.burst import BurstSettings, look, new_burst_state
+from helm_rl.control.protocol import Controller, FloatArray
+from helm_rl.errors import UserError
+from helm_rl.metrics import WindowStats
+from helm_rl.observation import OBSERVATION_NAMES
+
+_HOT_USERS = OBSERVATION_NAMES.index("hot_user_ratio")
+
+
+@dataclass(frozen=True)
+class RecoveryRule:
+    """The target while a burst is on: alpha_cold where no user is hot, alpha_hot where all are, linear between.
+
+    A burst of users who stay wants their keys and values, so alpha_hot is the lower one as a rule; what both are is
+    fitted for a node and its load. Within [0, 1], UserError otherwise.
+    """
+
+    alpha_cold: float
+    alpha_hot: float
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_cold", "alpha_hot"):
+            if not 0.0 <= getattr(self, name) <= 1.0:  # NaN fails too
+                raise UserError(f"a recovery rule's {name} must be within 0 and 1, not {getattr(self, name)!r}")
+
+    def target(self, hot_user_ratio: float) -> float:
+        """Return the target for a share of hot users."""
+        return self.alpha_cold + (self.alpha_hot - self.alpha_cold) * min(max(hot_user_ratio, 0.0), 1.0)
+
+
+class Recovery:
+    """A controller, and above it a rule that takes over for as long as a burst is on.
+
+    The rule's target may jump: what bounds it is the node's budget of migration. When the burst is over the controller
+    below is reset, so that it goes on from the alpha that is applied then, without a jump.
+
+    Args:
+        inner: the controller below.
+        rule: what the target is meanwhile.
+        settings: of the detectors.
+    """
+
+    def __init__(self, inner: Controller, rule: RecoveryRule, settings: BurstSettings | None = None) -> None:
+        self.inner = inner
+        self.rule = rule
+        self.settings = BurstSettings() if settings is None else settings
+        self.reset(0)
+
+    def reset(self, seed: int) -> None:
+        """Forget all bursts, and reset the controller below."""
+        self.detector = new_burst_state(self.settings)
+        self._seed = seed
+        self._took_over = False
+        self.inner.reset(seed)
+
+    @property
+    def active(self) -> bool:
+        """Whether a burst is on."""
+        return bool(self.detector.counts[burst.ACTIVE] > 0)
+
+    def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
+        """Return the rule's target while a burst is on, else that of the controller below.
+
+        Where the share of hot users is not a number the applied alpha stays.
+        """
+        if self.active:
+            self._took_over = True
+            ratio = float(observation[_HOT_USERS])
+            return self.rule.target(ratio) if math.isfinite(ratio) else applied_alpha
+        if self._took_over:
+            self._took_over = False
+            self.inner.reset(self._seed)
+        return self.inner.decide(observation, applied_alpha, now_ns)
+
+    def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
+        """Show one tick to the detectors; True: a burst was found, decide at once."""
+        return bool(look(self.detector, float(arrivals), p99_ms))
+
+    def feedback(self, window: WindowStats) -> None:
+        """Pass on what was measured, but not from a burst: the controller below did not steer it."""
+        if not self.active:
+            self.inner.feedback(window)

@@ -65,9 +65,9 @@ N_WINDOW = 11
 # and of the histories of users who come for the first time; and those that were read before, when the user came last.
 FRESH, REREAD = 0, 1
 HOT = 2  # the hot set of phase f is class HOT + f
-# Sampled lookups over which a class's miss rate is smoothed. Fewer, and it is noise; more, and it lags behind the load:
-# with four times as many, the seconds after a burst's begin were charged up to 8 % too little.
-SMOOTHING = 5_000.0
+# Sampled lookups over which a class's miss rate is smoothed. Fewer, and it is noise; more, and it lags behind the true
+# rate, which moves within a second or two: with four times as many, P99 near the limit was up to 4 % too low.
+SMOOTHING = 1_250.0
 REFILL_ROWS = 256  # looked at at a time
 _REFILL_SCAN = 16_384  # of those that are cached, on each tick
 _DRAIN_LIMIT_NS = np.int64(10_000_000_000)
@@ -86,7 +86,7 @@ class Requests(NamedTuple):
 
 
 class Node(NamedTuple):
-    """All that a node is. B sampled rows of a request at most, C classes of rows."""
+    """All that a node is. R sampled rows of a request at most, C classes of rows, B classes of popularity."""
 
     params: npt.NDArray[np.float64]
     clocks: npt.NDArray[np.int64]
@@ -94,8 +94,10 @@ class Node(NamedTuple):
     miss_rate: npt.NDArray[np.float64]  # [C] smoothed: misses / lookups
     seen: npt.NDArray[np.float64]  # [C] lookups smoothed over so far, at most SMOOTHING
     fetch_rate: npt.NDArray[np.float64]  # [C] the same for rows fetched, one for all copies of a row in a request
-    keys: npt.NDArray[np.int64]  # [B]
-    tables: npt.NDArray[np.int16]  # [B] zeros
+    counted: npt.NDArray[np.float64]  # [2, B, 3] of a request, FRESH and REREAD: lookups, misses, fetched rows
+    learnt: npt.NDArray[np.float64]  # [2, B, 3] lookups smoothed over, miss rate, fetch rate
+    keys: npt.NDArray[np.int64]  # [R]
+    tables: npt.NDArray[np.int16]  # [R] zeros
     found: npt.NDArray[np.bool_]  # [REFILL_ROWS]
     moving: MovingRows  # of a page
     requests: Requests
@@ -381,40 +383,77 @@ def _look_up(node: Node, i: int, prefix: int) -> None:
     hot_end = candidate_rows(rows, keys, hot_from + fresh_hot, i, phase, candidates, 1)
     end = candidate_rows(rows, keys, hot_end, i, phase, candidates, 0)
     embedding.lookup(node.emb, node.pool, scratch, node.tables, keys, end)
-    misses_reread = misses_fresh = misses_hot = fetched_reread = fetched_fresh = fetched_hot = 0
+    misses_hot = fetched_hot = 0
     miss, first = scratch.miss, scratch.first
     threshold = node.emb_ghost.threshold[0]
+    node.counted[:] = 0.0
     for j in range(end):
         if mix(np.uint64(keys[j])) < threshold:
             ghost.follow(node.emb_ghost, keys[j], 1.0, 1.0)
-        if miss[j] >= 0:
-            fetched = 1 if first[miss[j]] == j else 0
-            if j < reread_end:
-                misses_reread += 1
-                fetched_reread += fetched
-            elif j < fresh_from or hot_from <= j < hot_end:
-                misses_hot += 1
-                fetched_hot += fetched
-            else:
-                misses_fresh += 1
-                fetched_fresh += fetched
-    lookups_reread = float(reread_end)
-    lookups_hot = float(fresh_from - reread_end + hot_end - hot_from)
-    lookups_fresh = float(end) - lookups_reread - lookups_hot
+        missed = miss[j] >= 0
+        fetched = missed and first[miss[j]] == j
+        if reread_end <= j < fresh_from or hot_from <= j < hot_end:
+            misses_hot += missed
+            fetched_hot += fetched
+        else:
+            counted = node.counted[REREAD if j < reread_end else FRESH, _popularity(rows.class_first, keys[j])]
+            counted[0] += 1.0
+            counted[1] += missed
+            counted[2] += fetched
     if rows.content[0] == ITEMS:
         # Few popular items make up much of a log, and whether they are in the sample is chance. What the sample has too
         # few or too many of are mostly their hits (SHARDS-adj): misses are set against the lookups that were expected.
         per_token = node.params[ROWS_PER_TOKEN] * rows.rate[0]
-        lookups_reread = float(middle - prefix) * per_token
-        lookups_fresh = float(history - middle + candidates) * per_token
-    _learn(node, REREAD, lookups_reread, misses_reread, fetched_reread)
-    _learn(node, FRESH, lookups_fresh, misses_fresh, fetched_fresh)
-    _learn(node, HOT + phase, lookups_hot, misses_hot, fetched_hot)
+        node.counted[REREAD, 0, 0] = float(middle - prefix) * per_token
+        node.counted[FRESH, 0, 0] = float(history - middle + candidates) * per_token
+    _learn_tail(node, REREAD)
+    _learn_tail(node, FRESH)
+    _learn_hot(node, HOT + phase, float(fresh_from - reread_end + hot_end - hot_from), misses_hot, fetched_hot)
 
 
 @inner
-def _learn(node: Node, part: int, lookups: float, misses: int, fetched: int) -> None:
-    """Smooth a class's rates of misses and fetches over the last lookups, over all of them while there are few."""
+def _popularity(class_first: npt.NDArray[np.int64], stratum: int) -> int:
+    """Return the class of popularity of a stratum of the tail."""
+    low, high = 0, class_first.size
+    while high - low > 1:
+        middle = (low + high) // 2
+        if class_first[middle] <= stratum:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@inner
+def _learn_tail(node: Node, part: int) -> None:
+    """Smooth the tail's rates of misses and fetches over the last lookups, over all of them while there are few.
+
+    Each class of popularity by itself: whether a row is cached hangs on its popularity above all, and how many popular
+    rows a sample of lookups has is chance, but their share is known.
+    """
+    shares = node.rows.class_share
+    seen = misses = fetches = known = 0.0
+    for b in range(shares.size):
+        counted, learnt = node.counted[part, b], node.learnt[part, b]
+        if counted[0] > 0.0:
+            learnt[0] = min(learnt[0] + counted[0], SMOOTHING * shares[b])
+            weight = min(1.0, counted[0] / learnt[0])
+            learnt[1] += weight * (counted[1] / counted[0] - learnt[1])
+            learnt[2] += weight * (counted[2] / counted[0] - learnt[2])
+        if learnt[0] > 0.0:
+            seen += learnt[0]
+            known += shares[b]
+            misses += shares[b] * learnt[1]
+            fetches += shares[b] * learnt[2]
+    if known > 0.0:
+        node.seen[part] = seen
+        node.miss_rate[part] = misses / known
+        node.fetch_rate[part] = fetches / known
+
+
+@inner
+def _learn_hot(node: Node, part: int, lookups: float, misses: int, fetched: int) -> None:
+    """Smooth a hot set's rates, whose rows are equally popular."""
     if lookups > 0.0:
         node.seen[part] = min(node.seen[part] + lookups, SMOOTHING)
         weight = min(1.0, lookups / node.seen[part])

@@ -241,6 +241,8 @@ class NodeSim:
             miss_rate=np.zeros(classes),
             seen=seen,
             fetch_rate=np.zeros(classes),
+            counted=np.zeros((2, self._rows.state.class_first.size, 3)),
+            learnt=np.zeros((2, self._rows.state.class_first.size, 3)),
             keys=np.zeros(size, np.int64),
             tables=np.zeros(size, np.int16),
             found=np.zeros(loop.REFILL_ROWS, np.bool_),
@@ -393,7 +395,7 @@ class NodeSim:
 
     def _changing(self) -> list[npt.NDArray[Any]]:
         node, emb = self.state, self.state.emb
-        own = [node.clocks, node.window, node.miss_rate, node.seen, node.fetch_rate]
+        own = [node.clocks, node.window, node.miss_rate, node.seen, node.fetch_rate, node.learnt]
         rows = [emb.word, emb.row, emb.queue, emb.spot, emb.fill, emb.fresh, emb.scalars, emb.counters]
         kept = ("arrival_ns", "measured")  # the trace's, and below
         queue: list[npt.NDArray[Any]] = [array for name, array in node.queue._asdict().items() if name not in kept]

@@ -27,6 +27,8 @@ def _example() -> loop.Node:
         miss_rate=zeros,
         seen=zeros,
         fetch_rate=zeros,
+        counted=np.zeros((2, 1, 3)),
+        learnt=np.zeros((2, 1, 3)),
         keys=ids,
         tables=np.zeros(1, np.int16),
         found=np.zeros(1, np.bool_),

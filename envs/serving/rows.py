@@ -28,6 +28,7 @@ from helm_rl.workloads.trace import Trace
 LAW, ITEMS, BLOCKS = 0, 1, 2
 _CONTENT = {"law": LAW, "items": ITEMS, "blocks": BLOCKS}
 _BINS = 1 << 14
+POPULARITY_CLASSES = 16  # of the tail, of equal shares of its draws
 _HOT_KEY = np.int64(1) << np.int64(60)  # keys of hot sets lie apart from those of the tail
 _UNIT = 1.0 / 2.0**53
 _S11 = np.uint64(11)
@@ -38,10 +39,12 @@ _MAX_RANGE = 2**32 - 1  # of reduce_range
 
 
 class RowState(NamedTuple):
-    """The law as the kernels draw from it. Q equal-probability bins of the tail, F phases."""
+    """The law as the kernels draw from it. Q equal-probability bins of the tail, B classes of them, F phases."""
 
     content: npt.NDArray[np.int64]  # [1] LAW, ITEMS, BLOCKS
     edges: npt.NDArray[np.float64]  # [Q + 1] strata at the edges of the bins
+    class_first: npt.NDArray[np.int64]  # [B] first stratum of each class of popularity; content ITEMS: one class
+    class_share: npt.NDArray[np.float64]  # [B] share of the tail's draws that fall into it
     tail_share: npt.NDArray[np.float64]  # [1] share of the law's draws that fall into the tail
     rate: npt.NDArray[np.float64]  # [1] sampled rows per row
     features: npt.NDArray[np.int64]  # [1] rows per token
@@ -60,7 +63,7 @@ def new_row_state() -> RowState:
     one = np.ones(1, np.int64)
     none = np.zeros(0, np.int64)
     real = np.zeros(1)
-    return RowState(one, np.zeros(2), real, real, one, real, one, one, one, none, none, one, none)
+    return RowState(one, np.zeros(2), none, real, real, real, one, real, one, one, one, none, none, one, none)
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def build_rows(
     rows = items if meta.law_items is None else meta.law_items
     head = 0 if content == ITEMS else min(head, rows - 1)
     edges, tail_share = _tail(exponent, rows, head, rate)
+    class_first, class_share = _classes(edges) if content != ITEMS else (np.zeros(1, np.int64), np.ones(1))
     if content == ITEMS:
         if trace.item_values.size == 0:
             raise UserError(f"trace {meta.name} has content 'items' but not one item: its histories cannot be read")
@@ -104,6 +108,8 @@ def build_rows(
     state = RowState(
         content=np.array([content], np.int64),
         edges=edges,
+        class_first=class_first,
+        class_share=class_share,
         tail_share=np.array([tail_share]),
         rate=np.array([rate]),
         features=np.array([features], np.int64),
@@ -157,6 +163,16 @@ def _tail(exponent: float, rows: int, head: int, rate: float) -> tuple[npt.NDArr
         rank = (low**power * (1.0 - share) + high**power * share) ** (1.0 / power)
     strata = np.maximum.accumulate(np.clip((rank - low) * rate, 0.0, (rows - head) * rate))
     return strata, 1.0 if head == 0 else 1.0 - mass(head) / mass(rows)
+
+
+def _classes(edges: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Return the first stratum of each class of popularity, and its share of the tail's draws.
+
+    Classes have equal shares but for their bounds, which are whole strata; those without one of their own are left out.
+    """
+    first = np.unique(edges[: -1 : _BINS // POPULARITY_CLASSES].astype(np.int64))
+    share = np.interp(np.append(first, edges[-1]), edges, np.arange(_BINS + 1) / _BINS)
+    return first, np.diff(share)
 
 
 def _streams(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.serving.rows import RowModel, build_rows, candidate_rows, history_rows
+from envs.serving.rows import POPULARITY_CLASSES, RowModel, build_rows, candidate_rows, history_rows
 from helm_rl.errors import UserError
 from helm_rl.workloads.trace import Trace
 from tests.envs.worlds import trace
@@ -336,3 +337,23 @@ def test_no_request_has_more_rows_than_there_is_room_for(
 def test_a_hot_set_beyond_the_range_of_the_hash_is_clipped() -> None:
     made = trace([0.0], hot=((0.5, 10**12),), law_items=10**12, catalogue=10**12)
     assert build(made, rate=1.0).state.hot_strata[0] == 2**32 - 1
+
+
+@pytest.mark.parametrize("rate", [1.0, 1 / 64, 1e-6])
+def test_draws_fall_into_the_classes_of_popularity_by_their_shares(rate: float) -> None:
+    made = trace([0.0])
+    model = build_rows(
+        made, features=1000, candidates=1000, page_tokens=128, rate=rate, head=1000, zipf=1.05, items=10_000_000
+    )
+    first, share = model.state.class_first, model.state.class_share
+    assert first[0] == 0
+    assert np.all(np.diff(first) > 0)
+    assert share.sum() == pytest.approx(1.0)
+    if rate == 1.0:
+        assert share == pytest.approx(1 / POPULARITY_CLASSES, rel=0.01)
+    keys = np.zeros(model.max_rows, np.int64)
+    drawn = np.concatenate(
+        [keys[: candidate_rows(model.state, keys, 0, i, 0, 1000, 0)].copy() for i in range(round(1 / rate) % 999 + 1)]
+    )
+    counts = np.bincount(np.searchsorted(first, drawn, side="right") - 1, minlength=first.size)
+    assert counts / drawn.size == pytest.approx(share, abs=4 * math.sqrt(0.06 / drawn.size) + 1e-9)

@@ -19,6 +19,8 @@ def refuse_existing(path: Path, overwrite: bool = False) -> None:
     """
     if os.path.lexists(path) and not overwrite:
         raise UserError(f"{path} exists already; name another output, or pass --overwrite to replace it")
+    if path.exists() and not path.is_file() and not path.is_dir():  # renaming would put a file in the place of a device
+        raise UserError(f"{path} is a device or pipe, which cannot be replaced; name a file")
     if not path.parent.is_dir():
         raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):  # now, and not after the work

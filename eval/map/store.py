@@ -65,7 +65,7 @@ class Store:
             try:
                 row = json.loads(line)
                 self.rows[_identity(row)] = row
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 raise UserError(
                     f"{self._path}, line {number}: not a result of this command; delete the line, it will be measured "
                     "again"
@@ -81,8 +81,10 @@ def _identity(row: Row) -> tuple[str, int]:
 def _refuse_others(path: Path, options: dict[str, Any]) -> None:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError
         names = sorted({*stored, *options})
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, RecursionError):
         raise UserError(f"{path} cannot be read as the options of a map; name another --output") from None
     differ = [name for name in names if stored.get(name) != options.get(name)]
     if differ:

@@ -239,6 +239,12 @@ def test_what_exists_is_refused_and_named(tmp_path: Path) -> None:
     assert content(tmp_path) == {"a.txt": "old"}
 
 
+def test_a_pipe_or_device_is_never_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe is a device or pipe, which cannot be replaced; name a file"):
+        refuse_existing(tmp_path / "pipe", overwrite=True)
+
+
 @pytest.mark.parametrize("target", ["folder", "nothing"])
 def test_a_link_at_the_output_is_there_and_is_replaced_alone(tmp_path: Path, target: str) -> None:
     path = tmp_path / "bundle"

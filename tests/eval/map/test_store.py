@@ -55,3 +55,18 @@ def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:
         file.write("garbage\n")
     with pytest.raises(UserError, match=r"results\.jsonl, line 2: not a result"):
         Store(tmp_path / "map", OPTIONS)
+
+
+@pytest.mark.parametrize("text", ["[]", '"ab"', "3", "[" * 100_000, ""])
+def test_options_that_are_no_table_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "options.json").write_text(text)
+    with pytest.raises(UserError, match="cannot be read as the options of a map"):
+        Store(tmp_path, {"pool_gib": 48.0})
+
+
+@pytest.mark.parametrize("line", ['{"key": "a", "seed": Infinity}', "[" * 100_000])
+def test_a_hostile_line_is_named(tmp_path: Path, line: str) -> None:
+    Store(tmp_path, {})
+    (tmp_path / "results.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=r"results\.jsonl, line 1: not a result"):
+        Store(tmp_path, {})

@@ -15,7 +15,7 @@ LOGS = {
     "ragpulse": "ragpulse/0_trace.jsonl",
     "twitter": "twitter_cluster52/twitter_cluster52_head.csv",
 }
-_UNITS = {"rate_per_s": "1/s", "pause_p50_s": "s", "pause_p90_s": "s"}
+_UNITS = {"rate_per_s": "1/s", "pause_p50_s": "s", "pause_p90_s": "s", "short_pause_p50_s": "s"}
 
 
 def measure(

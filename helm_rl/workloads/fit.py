@@ -2,9 +2,9 @@
 
 Fields that a statistic gives at once are set to it. Of the others (how long visits and pauses are, how soon users come
 back, how long histories were before) a trace shows only a part, cut off at both its ends, so they are adjusted until
-traces generated over the same span show what was measured. Two ways in which users may come are tried, and the nearer
-one is taken: as visitors, who come for a visit of several requests and are not seen again, or as regulars, of whom some
-come more often than others.
+traces generated over the same span show what was measured. Three ways in which users may come are tried, and the
+nearest one is taken: as visitors, who come for a visit of several requests and are not seen again; as regulars, of whom
+some come more often than others, for one request each time; or as returners, who are all alike and come for visits.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Statistics:
     hot_user_ratio: float
     pause_p50_s: float | None  # between a user's requests
     pause_p90_s: float | None
+    short_pause_p50_s: float | None  # of pauses of at most 60 s
     history_mean: float
     history_p50: float
     history_p90: float
@@ -68,7 +69,7 @@ class Fit:
     scenario: Scenario
     measured: Statistics
     generated: Statistics
-    kind: str  # how users come: "visitors", "regulars" or "strangers"
+    kind: str  # how users come: "visitors", "regulars", "returners" or "strangers"
     notes: tuple[str, ...]  # what could not be matched, and why
 
 
@@ -83,6 +84,7 @@ def measure(trace: Trace, step_s: float = 0.0, items: bool = True) -> Statistics
     again = gap_ns >= 0
     least_s = max(0.001, step_s / 2)  # a pause of no step is not none
     pauses = np.maximum(gap_ns[again] / 1e9, least_s)
+    short = pauses[pauses <= RETURN_NS / 1e9]
     named, references = np.unique(trace.item_values if items else trace.item_values[:0], return_counts=True)
     law = fit_zipf(references)
     top = np.sort(references)[::-1][: -(-references.size // 100)]
@@ -101,6 +103,7 @@ def measure(trace: Trace, step_s: float = 0.0, items: bool = True) -> Statistics
         hot_user_ratio=float((again & (gap_ns <= RETURN_NS)).mean()),
         pause_p50_s=float(np.quantile(pauses, 0.5)) if pauses.size else None,
         pause_p90_s=float(np.quantile(pauses, 0.9)) if pauses.size else None,
+        short_pause_p50_s=float(np.median(short)) if short.size else None,
         history_mean=float(history.mean()),
         history_p50=float(np.quantile(history, 0.5)),
         history_p90=float(np.quantile(history, 0.9)),
@@ -271,7 +274,11 @@ class _Tries:
         """Return how users come, and the scenario in which they do."""
         if self.measured.returning == 0:
             return "strangers", base
-        tried = [("visitors", self._visitors(base)), ("regulars", self._regulars(base))]
+        tried = [
+            ("visitors", self._visitors(base)),
+            ("regulars", self._regulars(base)),
+            ("returners", self._returners(base)),
+        ]
         kind, (_, best) = min(tried, key=lambda found: found[1][0])
         return kind, best
 
@@ -284,8 +291,8 @@ class _Tries:
         for round_ in range(_ROUNDS):
             self.doing(f"histories, round {round_ + 1}")
             tried = _with(base, history_mean=min(max(1.0, mean), 0.95 * limit), history_sigma=min(max(0.0, sigma), 4.0))
-            # Regulars must all be there; of visitors fewer will do.
-            share = 1.0 if kind == "regulars" else min(1.0, _HISTORIES_TRIED / self.expected)
+            # Users who come back must all be there; of visitors fewer will do.
+            share = 1.0 if kind in ("regulars", "returners") else min(1.0, _HISTORIES_TRIED / self.expected)
             found = self._measure(tried, share)
             off = abs(math.log(found.history_mean / target.history_mean)) + abs(
                 found.history_log_sd - target.history_log_sd
@@ -382,6 +389,32 @@ class _Tries:
                 skew += 0.3 * (_pause_law(found)[0] - _pause_law(target)[0])  # frequent users come back sooner
         return least, best
 
+    def _returners(self, base: Scenario) -> tuple[float, Scenario]:
+        target = self.measured
+        if target.short_pause_p50_s is None:
+            return math.inf, base
+        users, per_visit = 1.2 * target.users, 1 + _odds(target.hot_user_ratio)
+        think_s = target.short_pause_p50_s / math.log(2)
+        best, least = base, math.inf
+        for round_ in range(_ROUNDS):
+            self.doing(f"users as returners, round {round_ + 1}")
+            tried = _with(
+                base,
+                users=int(min(max(2.0, users), _MOST_USERS)),
+                requests_per_visit=min(max(1.0, per_visit), 10_000.0),
+                think_s=min(max(think_s, 1e-3), 86_400.0),
+            )
+            found = self._measure(tried, share=1.0, new_tokens_mean=1.0)
+            off = self._off_users(found)
+            if off < least:
+                best, least = tried, off
+            users *= _ratio(target.users, found.users) ** 1.5
+            odds = _ratio(_odds(target.hot_user_ratio), _odds(found.hot_user_ratio))
+            per_visit = 1 + max(1e-3, tried.load.requests_per_visit - 1) * odds
+            if found.short_pause_p50_s is not None:
+                think_s *= _ratio(target.short_pause_p50_s, found.short_pause_p50_s)
+        return least, best
+
     def _off_users(self, found: Statistics) -> float:
         target = self.measured
         off = abs(math.log(_ratio(_odds(found.returning), _odds(target.returning))))
@@ -389,7 +422,9 @@ class _Tries:
             return off + 10.0
         for mine, theirs in zip(_pause_law(found), _pause_law(target), strict=True):
             off += abs(mine - theirs)
-        return off + abs(found.hot_user_ratio - target.hot_user_ratio)
+        # A share of a percent more or less is no matter where there are hardly any.
+        hot = (found.hot_user_ratio + 0.01) / (target.hot_user_ratio + 0.01)
+        return off + abs(math.log(hot))
 
     def _measure(self, scenario: Scenario, share: float, **load: Any) -> Statistics:
         """Measure a trace of a share of the requests; it shows the same of visits, which do not depend on one another.

@@ -10,6 +10,7 @@ from helm_rl.workloads.wording import TextTable
 _KINDS = {
     "visitors": "Users are visitors: each comes for one visit, of several requests, and is not seen again.",
     "regulars": "Users are regulars: they come again and again, some more often than others.",
+    "returners": "Users are returners: all alike, they come again and again, for visits of several requests.",
     "strangers": "Users are strangers: no one comes twice.",
 }
 _NAMES = {
@@ -22,6 +23,7 @@ _NAMES = {
     "hot_user_ratio": "hot-user ratio (60 s)",
     "pause_p50_s": "pause until a user returns, p50, s",
     "pause_p90_s": "pause until a user returns, p90, s",
+    "short_pause_p50_s": "pauses of at most 60 s, p50, s",
     "history_mean": "history, mean, tokens",
     "history_p50": "history, p50, tokens",
     "history_p90": "history, p90, tokens",

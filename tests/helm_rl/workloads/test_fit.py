@@ -70,6 +70,18 @@ def test_a_load_of_regulars_is_found_again() -> None:
     close(asked, tolerances, "regulars")
 
 
+def test_a_load_of_users_who_come_back_for_visits_is_found_again() -> None:
+    asked = scenario(seconds=1500, rate=20, requests_per_visit=3, think_s=6, users=4000)
+    tolerances = {
+        "returning": 0.02,
+        "users": 0.04,
+        "hot_user_ratio": 0.06,
+        "short_pause_p50_s": 0.1,
+        "pause_p90_s": 0.15,
+    }
+    close(asked, tolerances, "returners")
+
+
 def test_what_a_trace_lacks_is_said_and_left_at_its_default() -> None:
     rng = np.random.default_rng(1)
     times = np.cumsum(rng.exponential(0.2, 2000)).tolist()

@@ -59,7 +59,7 @@ class Args:
 
 def main(args: Args) -> None:
     """Print the table and write the figures."""
-    check_outputs(args.overwrite, json=args.json, plot=args.plot)
+    check_outputs(args.overwrite, (args.scenario,), json=args.json, plot=args.plot)
     if args.plot is not None and not args.cluster:
         raise UserError("--plot draws what --cluster measures; add --cluster")
     if not 1 <= args.seconds <= MOST_SECONDS:  # NaN is not

@@ -69,7 +69,7 @@ def main(args: Args) -> None:
     Raises:
         SystemExit: with status 1 and a sentence on stderr, where `verdict` has a complaint.
     """
-    check_outputs(args.overwrite, json=args.json)
+    check_outputs(args.overwrite, (args.scenario, args.trace), json=args.json)
     for name, value in (("--seconds", args.seconds), ("--warm-s", args.warm_s)):
         if not 0 < value <= 86_400:  # NaN is not
             raise UserError(f"{name} must be above 0 and at most 86,400, got {value}")

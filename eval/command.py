@@ -81,7 +81,8 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
     if args.jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {args.jobs}")
     alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, args.step)
-    check_outputs(args.overwrite, json=args.json, report=args.report)
+    inputs = (args.scenario, args.trace, args.policy)
+    check_outputs(args.overwrite, inputs, json=args.json, report=args.report)
     policies = [policy_contestant(args.policy, scenario)] if args.policy is not None else []
     if args.peers:
         policies += peer_contestants(scenario)

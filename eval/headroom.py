@@ -90,7 +90,7 @@ class Args:
     """
     jobs: int = 2
     """Replays at a time; one core each."""
-    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png|svg")] = None
     """Draw the best alpha of each segment, the reference and the P99s over time here (the first draw)."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the figures here, for machines."""
@@ -223,9 +223,7 @@ def evaluate(args: Args) -> Headroom:
     if args.replays is not None and args.replays < 0:
         raise UserError(f"--replays must be at least 0, got {args.replays}")
     alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, args.step or STEP)
-    check_outputs(args.overwrite, json=args.json, plot=args.plot)
-    if args.plot is not None and args.plot.suffix.lower() != ".png":
-        raise UserError(f"--plot {args.plot}: a plot is a PNG; name a file that ends in .png")
+    check_outputs(args.overwrite, (args.scenario, args.trace), json=args.json, plot=args.plot)
     recorded = None
     if args.trace is not None:
         from helm_rl.workloads.trace import Trace

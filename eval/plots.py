@@ -341,7 +341,9 @@ def draw_headroom(
         figure.legend(loc="outside lower center", ncols=3, handlelength=2.2, columnspacing=1.2)
         FigureCanvasAgg(figure)
         with atomic_file(path) as aside:
-            figure.savefig(aside, format="png", metadata={"Software": "helm-rl"})
+            kind = path.suffix[1:].lower()
+            made_by = {"Software": "helm-rl"} if kind == "png" else {"Date": None, "Creator": "helm-rl"}
+            figure.savefig(aside, format=kind, metadata=made_by)
 
 
 def _width(narrow: bool) -> float:

@@ -471,7 +471,7 @@ def plot_bursts(result: Result, path: Path) -> None:
 
 
 def _check(args: Args, scenario: Scenario) -> None:
-    check_outputs(args.overwrite, json=args.json, plot=args.plot)
+    check_outputs(args.overwrite, (args.scenario,), json=args.json, plot=args.plot)
     for name, value, least, most in (
         ("--nodes", args.nodes, 1, MOST_NODES),
         ("--bursts", args.bursts, 0, MOST_BURSTS),

@@ -113,7 +113,7 @@ class Result:
 def main(args: Args) -> None:
     """Print the table and write the figures."""
     scenario = load_scenario(args.scenario)
-    check_outputs(args.overwrite, json=args.json)
+    check_outputs(args.overwrite, (args.scenario, args.policy), json=args.json)
     check_draws(args.seed, args.seeds)
     if args.policy is None:
         check_bursts(scenario)

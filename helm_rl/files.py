@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from helm_rl.errors import UserError
@@ -27,16 +27,21 @@ def refuse_existing(path: Path, overwrite: bool = False) -> None:
         raise UserError(f"{path}: the folder {path.parent} cannot be written to; name another output")
 
 
-def check_outputs(overwrite: bool, **outputs: Path | None) -> None:
+def check_outputs(overwrite: bool, inputs: Iterable[str | Path | None] = (), **outputs: Path | None) -> None:
     """Raise UserError unless each of the outputs, by the names of their options, can be written as a file of its own.
 
-    An output called `plot` must be a picture.
+    An output called `plot` must be a picture. What is an input, or lies in a folder that is one, is never replaced;
+    names that are no files, such as those of shipped scenarios, may be among the inputs.
     """
     given = {f"--{name}": path for name, path in outputs.items() if path is not None}
     for path in given.values():
         refuse_existing(path, overwrite)
         if path.is_dir():
             raise UserError(f"{path} is a folder; name a file")
+    read = [Path(path).resolve() for path in inputs if path is not None and os.path.exists(path)]
+    for option, path in given.items():
+        if any(path.resolve() == one or one in path.resolve().parents for one in read):
+            raise UserError(f"{option} {path} is what is read, or lies in it; name another file")
     if len({path.resolve() for path in given.values()}) < len(given):
         raise UserError(f"{' and '.join(given)} name the same file, {path}")
     picture = given.get("--plot")

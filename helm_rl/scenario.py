@@ -224,7 +224,7 @@ class RouterSection(_Section):
 class NodeEvent(_Section):
     """A node is lost, with what it held and had to serve, or comes back, empty."""
 
-    at_s: Real
+    at_s: Annotated[Real, Field(ge=-1e9, le=1e9)]
     node: Annotated[Whole, Field(ge=0)]
     action: Literal["lose", "return"]
 

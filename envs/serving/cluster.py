@@ -12,6 +12,7 @@ import numpy.typing as npt
 from envs.serving import cluster_loop, latency, loop, queues
 from envs.serving.node import MAX_SAMPLED_SLOTS, NodeSim, ServedTrace
 from helm_rl.errors import UserError
+from helm_rl.memory import free_bytes
 from helm_rl.metrics import WindowStats
 from helm_rl.profiles.hardware import resolve_hardware
 from helm_rl.profiles.model import resolve_model
@@ -21,6 +22,7 @@ from helm_rl.workloads.trace import Trace
 
 CLUSTER_SAMPLED_SLOTS = 1 << 17
 """Embedding rows simulated per node, at most, where there are several: see `helm-rl bench model` for what it costs."""
+_LOOK_EVERY = 64  # nodes between two looks at the memory that is left
 _TYPICAL_MISS_RATE = 0.1  # of rows, in the router's weights
 
 
@@ -76,8 +78,9 @@ class ClusterSim:
         self.latency_ms = np.full(len(trace), np.nan, np.float32)
         """Latency of each request from its scheduled arrival, [n]; NaN: not complete; shed: SHED_FACTOR * SLO."""
         alphas = self._per_node(alpha, len(sections))
-        self.nodes = [
-            NodeSim(
+        self.nodes: list[NodeSim] = []
+        for k, section in enumerate(sections):
+            node = NodeSim(
                 scenario,
                 trace,
                 alphas[k],
@@ -87,8 +90,13 @@ class ClusterSim:
                 served=self.served,
                 latency_ms=self.latency_ms,
             )
-            for k, section in enumerate(sections)
-        ]
+            self.nodes.append(node)
+            rest = len(sections) - k - 1
+            if k % _LOOK_EVERY == 0 and rest * node.state_bytes > free_bytes():
+                raise UserError(
+                    f"hardware.nodes = {scenario.hardware.nodes}: a node's state takes {node.state_bytes / 2**20:.1f} "
+                    f"MiB, and this machine has {free_bytes() / 2**30:.1f} GiB of memory left; take fewer nodes"
+                )
         model = resolve_model(scenario.model)
         history = float(trace.history_tokens.mean())
         costs = miss_costs_ms(
@@ -147,7 +155,7 @@ class ClusterSim:
 
     @staticmethod
     def _per_node(alpha: float | Sequence[float], nodes: int) -> list[float]:
-        alphas = [float(alpha)] * nodes if isinstance(alpha, (int, float)) else [float(each) for each in alpha]
+        alphas = np.atleast_1d(np.asarray(alpha, np.float64)).tolist() * (nodes if np.ndim(alpha) == 0 else 1)
         if len(alphas) != nodes:
             raise ValueError(f"one alpha per node: {len(alphas)} for {nodes}")
         return alphas
@@ -202,6 +210,7 @@ class ClusterSim:
 
     def lose(self, k: int) -> None:
         """Lose node `k` now: others take over what it was to serve, and its caches are gone."""
+        self._check_node(k)
         if not self.up[k]:
             raise UserError(f"node {k} cannot be lost: it is down")
         node = self.nodes[k]
@@ -213,6 +222,7 @@ class ClusterSim:
 
     def restore(self, k: int) -> None:
         """Let node `k` come back, with empty caches, at the target it had."""
+        self._check_node(k)
         if self.up[k]:
             raise UserError(f"node {k} cannot return: it is up")
         node = self.nodes[k]
@@ -222,6 +232,10 @@ class ClusterSim:
         self.state.idle_ns[k] = self.state.seen_ns[k] = self.now_ns
         self.state.emb[k] = self.state.seen_emb[k] = 0.0
         self.up[k] = True
+
+    def _check_node(self, k: int) -> None:
+        if not 0 <= k < len(self.nodes):
+            raise UserError(f"there is no node {k}: nodes are counted from 0 to {len(self.nodes) - 1}")
 
     def drain(self) -> None:
         """Serve what is left of the trace and wait until every queue is empty, however long that takes."""

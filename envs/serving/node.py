@@ -21,7 +21,7 @@ from helm_rl.scenario import HardwareSection, Scenario
 from helm_rl.workloads.inspect import returning
 from helm_rl.workloads.trace import Trace
 
-MAX_SAMPLED_SLOTS = 1 << 19  # against 1 << 22: hit rates within .001, P99 within 2.5 % near saturation, 6 times faster
+MAX_SAMPLED_SLOTS = 1 << 19  # `helm-rl bench model --parts sampling` says what it costs in accuracy
 MAX_PAGES = 1 << 23  # 0.9 GiB of metadata
 MAX_REQUEST_ROWS = 1 << 22  # sampled rows; 0.3 GiB of scratch
 MAX_INTERVALS = 4_000_000  # 46 days of 1 s; each is kept, so this is GiBs and minutes
@@ -58,7 +58,8 @@ class ServedTrace:
             raise UserError(f"trace {trace.meta.name} has no requests: there is nothing to serve")
         trace.validate()  # the kernels rely on it: they check no index
         self.trace = trace = plain(trace)
-        seconds = (int(trace.arrival_ns[-1]) - int(trace.arrival_ns[0])) / 1e9
+        start_ns = min(int(trace.arrival_ns[0]), trace.meta.measure_from_ns)  # as `NodeSim.reset` has it
+        seconds = (int(trace.arrival_ns[-1]) - start_ns) / 1e9
         if seconds > MAX_INTERVALS * scenario.control.interval_s:
             raise UserError(
                 f"trace {trace.meta.name} lasts {seconds:,.0f} s, more than {MAX_INTERVALS:,} intervals of "
@@ -190,7 +191,12 @@ class NodeSim:
         self._params[loop.ONBOARD_NS] = profile.onboard_ms * 1e6
         self._params[loop.ONBOARD_PCIE_NS] = profile.onboard_ms * 1e6 / ONBOARD_BATCH
         self._params[loop.PCIE_IS_LINK] = section.link == "local-host"
-        self._host_pages = min(int(section.kv_host_gib * 2**30) // page_bytes, MAX_PAGES)
+        self._host_pages = int(section.kv_host_gib * 2**30) // page_bytes
+        if self._host_pages > MAX_PAGES:
+            raise UserError(
+                f"hardware.kv_host_gib = {section.kv_host_gib:g} holds {self._host_pages} pages of hardware.page_kib = "
+                f"{section.page_kib} KiB; at most {MAX_PAGES} can be simulated"
+            )
         queue = np.zeros(queues.N_PARAMS)
         queue[queues.BATCH_NS] = profile.batch_ms * 1e6
         queue[queues.REQUEST_NS] = profile.request_ms * 1e6
@@ -317,6 +323,7 @@ class NodeSim:
         """
         if until_ns < self.now_ns:
             raise ValueError(f"until_ns = {until_ns} lies before the node's clock, {self.now_ns}")
+        until_ns = int(until_ns)  # of a float the kernels would be compiled anew
         self.start_window(until_ns)
         if detector is None:
             packed.run(self.packed, until_ns)
@@ -406,6 +413,11 @@ class NodeSim:
         ]
         return [*own, *rows, *queue, *measured, *node.pool, *node.kv, *node.host, *node.emb_ghost, *node.kv_ghost]
 
+    @property
+    def state_bytes(self) -> int:
+        """The bytes that this node's state takes, the trace's columns and latencies left out."""
+        return sum(array.nbytes for array in self._changing()) - self.latency_ms.nbytes
+
     def drain(self) -> None:
         """Serve what is left of the trace and wait until every queue is empty, however long that takes."""
         self.run(max(self.end_ns, self.now_ns))
@@ -449,7 +461,10 @@ def largest_partition(scenario: Scenario, pages: int) -> int:
 def page_layout(hardware: HardwareSection, model: ModelProfile) -> tuple[int, int, int]:
     """Return the pool's pages, and how many tokens and how many rows a page holds; UserError where that cannot be."""
     if hardware.nodes != 1:
-        raise UserError(f"hardware.nodes = {hardware.nodes}: this is one node, so it must be 1")
+        raise UserError(
+            f"hardware.nodes = {hardware.nodes}: one node is simulated here, so it must be 1 (`helm-rl eval routing` "
+            "and HelmCluster-v0 take more)"
+        )
     page_bytes = hardware.page_kib * 1024
     pages = int(hardware.pool_gib * 2**30) // page_bytes
     page_tokens = page_bytes // model.kv_bytes_per_token

@@ -95,7 +95,7 @@ class FitArgs:
 
 def generate(args: GenerateArgs) -> None:
     """Run `helm-rl trace generate`."""
-    check_outputs(args.overwrite, output=args.output)
+    check_outputs(args.overwrite, (args.scenario,), output=args.output)
     scenario = load_scenario(args.scenario, args.load)
     with _working(f"generating {scenario.name}"):
         trace = generate_trace(scenario, args.seed)
@@ -104,10 +104,7 @@ def generate(args: GenerateArgs) -> None:
 
 def inspect(args: InspectArgs) -> None:
     """Run `helm-rl trace inspect`."""
-    check_outputs(args.overwrite, json=args.json, html=args.html)
-    for name, path in (("json", args.json), ("html", args.html)):
-        if path is not None and path.exists() and args.file.exists() and path.samefile(args.file):
-            raise UserError(f"{path} is the trace itself; name another file for --{name}")
+    check_outputs(args.overwrite, (args.file,), json=args.json, html=args.html)
     with _working(f"reading {args.file.name}") as doing:
         trace = Trace.load(args.file)
         summary = summarise(trace, lambda what: doing(f"{args.file.name}: {what}"))
@@ -125,9 +122,7 @@ def inspect(args: InspectArgs) -> None:
 
 def fit(args: FitArgs) -> None:
     """Run `helm-rl trace fit`."""
-    check_outputs(args.overwrite, output=args.output)
-    if args.output.exists() and args.file.exists() and args.output.samefile(args.file):
-        raise UserError(f"{args.output} is the trace itself; name another output")
+    check_outputs(args.overwrite, (args.file,), output=args.output)
     name = args.output.stem if args.name is None else args.name
     if not 1 <= len(name) <= 200:
         raise UserError(f"name = {name[:60]!r} must have 1 to 200 characters")

@@ -89,12 +89,9 @@ def convert(args: ConvertArgs) -> None:
     """Run `helm-rl trace convert`."""
     if not args.input:
         raise UserError("name the log to convert: helm-rl trace convert LOG --output FILE.parquet")
-    check_outputs(args.overwrite, output=args.output)
+    check_outputs(args.overwrite, (*args.input, *args.with_log), output=args.output)
     if args.with_log and args.candidates:
         raise UserError("candidates cannot be drawn while two logs are joined; draw them from one log")
-    for path in (*args.input, *args.with_log):
-        if path.exists() and args.output.exists() and path.samefile(args.output):
-            raise UserError(f"{args.output} is the log itself; name another output")
     with _reading((*args.input, *args.with_log)) as told:
         options = ReadOptions(
             speed_up=args.speed_up,

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from helm_rl.files import atomic_file, refuse_existing
 FORMAT_VERSION = 1
 ROW_GROUP = 65_536  # requests
 SEGMENT_NS = 60_000_000_000
+MOST_SEGMENTS = 100_000  # 69 days of 60 s
 BASE = "base"
 
 CANDIDATES = "candidates"
@@ -89,6 +90,9 @@ Ids = npt.NDArray[Any] | StringIds
 """Ids of a source by their code: int64, uint64 or text."""
 
 
+_Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class TracePhase(BaseModel):
     """A labelled stretch of the trace, [start_ns, end_ns), and the part of the load that belongs to it."""
 
@@ -100,10 +104,10 @@ class TracePhase(BaseModel):
     hot_fraction: float = Field(default=0.0, ge=0, le=1)  # share of its items drawn from the hot set
     hot_items: int = Field(default=0, ge=0)
     hot_first: int = Field(default=0, ge=0)  # the hot set is codes [hot_first, hot_first + hot_items), uniform
-    rate: float | None = None  # requests/s asked of the generator, at the start; None: recorded, not generated
-    rate_end: float | None = None  # requests/s at the end, where it drifts
-    ramp_s: float = 0.0  # it comes up over its first, and goes down over its last, ramp_s
-    factor: float | None = None  # all load while it lasts over all load in the 5 min before; None: unknown
+    rate: _Finite | None = None  # requests/s asked of the generator, at the start; None: recorded, not generated
+    rate_end: _Finite | None = None  # requests/s at the end, where it drifts
+    ramp_s: _Finite = 0.0  # it comes up over its first, and goes down over its last, ramp_s
+    factor: _Finite | None = None  # all load while it lasts over all load in the 5 min before; None: unknown
 
     @property
     def drifts(self) -> bool:
@@ -195,7 +199,7 @@ class Trace:
         for phase in phases:
             cuts.update(time for time in (phase.start_ns, phase.end_ns) if start_ns < time < end_ns)
         edges = sorted(cuts)
-        segments = []
+        segments: list[Segment] = []
         for left, right in itertools.pairwise(edges):
             live = [phase for phase in phases if phase.start_ns <= left and phase.end_ns >= right]
             label = "+".join(phase.label for phase in live) or BASE
@@ -203,6 +207,11 @@ class Trace:
             if base.drifts or not phases or any(phase.drifts for phase in live):
                 whole, rest = divmod(right - left, SEGMENT_NS)
                 pieces = max(1, whole + (2 * rest >= SEGMENT_NS))
+            if len(segments) + pieces > MOST_SEGMENTS:
+                raise UserError(
+                    f"trace {self.meta.name} is measured over {(end_ns - start_ns) / 1e9:,.0f} s, more than "
+                    f"{MOST_SEGMENTS:,} segments; cut it (trace convert has --start-s and --end-s)"
+                )
             for piece in range(pieces):
                 stop = right if piece == pieces - 1 else left + (piece + 1) * SEGMENT_NS
                 segments.append(Segment(label, left + piece * SEGMENT_NS, stop))

@@ -156,7 +156,7 @@ def test_a_recorded_trace_is_answered_and_written(tmp_path: Path, capsys: pytest
         ({"step": 0.5}, "--step must lie in"),
         ({"replays": -1}, "--replays must be at least 0, got -1"),
         ({"jobs": 0}, "--jobs must be at least 1"),
-        ({"plot": Path("plot.svg")}, "ends in .png"),
+        ({"plot": Path("plot.gif")}, "must end in .png or .svg"),
         ({"plot": Path("no/such/folder/x.png")}, "the folder no/such/folder does not exist"),
         ({"json": Path("same"), "plot": Path("same")}, "name the same file"),
     ],

@@ -304,3 +304,16 @@ def test_outputs_are_checked_together(tmp_path: Path) -> None:
     here.touch()
     with pytest.raises(UserError, match=r"a\.json exists already"):
         check_outputs(False, json=here)
+
+
+def test_an_output_never_takes_the_place_of_what_is_read(tmp_path: Path) -> None:
+    log, bundle = tmp_path / "log.csv", tmp_path / "bundle"
+    log.touch()
+    bundle.mkdir()
+    link = tmp_path / "link.json"
+    link.symlink_to(log)
+    inputs = ("burst", log, bundle, None, tmp_path / "missing.toml")
+    check_outputs(True, inputs, json=tmp_path / "a.json", report=Path("burst"))
+    for output in (log, tmp_path / "bundle" / ".." / "log.csv", link, bundle / "config.json"):
+        with pytest.raises(UserError, match=r"--json .* is what is read, or lies in it; name another file"):
+            check_outputs(True, inputs, json=output)

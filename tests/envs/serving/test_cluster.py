@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from envs.serving import latency
 from envs.serving.cluster import ClusterSim, ClusterWindow, node_sections
-from envs.serving.node import MAX_SAMPLED_SLOTS, NodeSim
+from envs.serving.node import MAX_SAMPLED_SLOTS, NodeSim, ServedTrace
 from envs.serving.replay import replay, replay_cluster
 from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
@@ -335,3 +336,27 @@ def test_what_cannot_be_is_refused(load: Trace) -> None:
     cluster.lose(0)
     with pytest.raises(UserError, match="node 0 cannot be lost: it is down"):
         cluster.lose(0)
+
+
+def test_nodes_that_are_not_there_and_more_than_memory_holds_are_refused(
+    load: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = ClusterSim(world(2), load, np.float32(0.5))
+    for k in (-1, 2):
+        with pytest.raises(UserError, match=f"there is no node {k}: nodes are counted from 0 to 1"):
+            cluster.lose(k)
+        with pytest.raises(UserError, match="there is no node"):
+            cluster.restore(k)
+    monkeypatch.setattr("envs.serving.cluster.free_bytes", lambda: 2 * cluster.nodes[0].state_bytes)
+    ClusterSim(world(3), load)
+    with pytest.raises(UserError, match=r"hardware.nodes = 4: a node's state takes .* MiB, and this machine has"):
+        ClusterSim(world(4), load)
+
+
+def test_the_bytes_of_a_node_are_what_it_takes(load: Trace) -> None:
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    node = NodeSim(world(1), load, served=ServedTrace(world(1), load), latency_ms=np.zeros(len(load), np.float32))
+    took = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert node.state_bytes == pytest.approx(took, rel=0.25)

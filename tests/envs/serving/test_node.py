@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -750,3 +751,18 @@ def test_a_history_that_no_memory_can_hold_is_refused_and_the_next_ones_are_serv
     assert [window.shed for window in windows] == [1, 0, 0]
     assert node.latency_ms[0] == SHED_FACTOR * 100
     assert (node.latency_ms[1:] < 5_000).all()
+
+
+def test_a_trace_measured_from_long_before_its_first_request_is_refused() -> None:
+    """An interval is a window that is kept: so many of them never end."""
+    made = trace([0.0, 10.0])
+    base = made.meta.phases[0].model_copy(update={"start_ns": -(2**61)})
+    far = dataclasses.replace(made, meta=made.meta.model_copy(update={"measure_from_ns": -(2**61), "phases": (base,)}))
+    far.validate()
+    with pytest.raises(UserError, match=r"lasts 2,305,843,009 s, more than 4,000,000 intervals"):
+        NodeSim(scenario(), far)
+
+
+def test_a_host_tier_larger_than_can_be_simulated_is_refused() -> None:
+    with pytest.raises(UserError, match=r"kv_host_gib = 1000 holds 16384000 pages .* at most 8388608"):
+        NodeSim(scenario(hardware__kv_host_gib=1000.0, hardware__page_kib=64), trace([0.0]))

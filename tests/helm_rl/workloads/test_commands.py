@@ -113,13 +113,13 @@ def test_outputs_are_kept_unless_told(folder: Path, capsys: pytest.CaptureFixtur
         ("trace convert log.csv --output x --speed-up 0", "speed-up = 0 must be"),
         ("trace convert log.csv --output x --warm-s -1", "warm-s = -1 must be"),
         ("trace convert log.csv --output x --warm-s 1e8", "leaves nothing to measure"),
-        ("trace convert log.csv --output log.csv --overwrite", "log.csv is the log itself"),
+        ("trace convert log.csv --output log.csv --overwrite", "log.csv is what is read"),
         ("trace convert bad.csv --output x", "bad.csv, line 2, field time_ms: 'soon' is not a number"),
         ("trace convert log.csv --output x --format mooncake", "log.csv, line 1: not JSON"),
         ("trace inspect log.csv", "log.csv is not a Parquet file"),
         ("trace inspect no.parquet", "no.parquet does not exist"),
         ("trace inspect .", "is not a file"),
-        ("trace inspect log.csv --json log.csv --overwrite", "log.csv is the trace itself"),
+        ("trace inspect log.csv --json log.csv --overwrite", "log.csv is what is read"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence_and_nothing_is_written(

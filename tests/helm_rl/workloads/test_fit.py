@@ -158,7 +158,7 @@ def test_what_cannot_be_fitted_is_refused(saved: Path, tmp_path: Path, capsys: p
         fit(trace_of([0, 1, 2], [0, 1, 2], [[1], [1], [1]], [1, 1, 1]), "x")
     for arguments, message in (
         (["--output", str(tmp_path / "no" / "x.toml")], "does not exist"),
-        (["--output", str(saved), "--overwrite"], "is the trace itself"),
+        (["--output", str(saved), "--overwrite"], "is what is read"),
         (["--output", str(tmp_path / "x.toml"), "--slo-ms", "0"], "slo-ms = 0 must be"),
         (["--output", str(tmp_path / "x.toml"), "--name", ""], "must have 1 to 200 characters"),
     ):

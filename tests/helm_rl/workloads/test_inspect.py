@@ -200,6 +200,6 @@ def test_inspect_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main([*asked, str(tmp_path / "t.html")]) == 2
     assert "exists already" in capsys.readouterr().err
     assert cli.main([*asked, str(tmp_path / "t.parquet"), "--overwrite"]) == 2
-    assert "is the trace itself" in capsys.readouterr().err
+    assert "is what is read" in capsys.readouterr().err
     assert cli.main([*asked, str(tmp_path / "x"), "--json", str(tmp_path / "x")]) == 2
     assert "name the same file" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from helm_rl.errors import UserError
 from helm_rl.workloads.generate import generate
@@ -385,6 +386,21 @@ def test_drifts_and_loads_without_phases_are_cut_every_minute() -> None:
 
 def test_segments_begin_where_measuring_begins() -> None:
     assert in_seconds(small().segments()) == [("base", 10, 60 + 10), ("base", 70, 100)]
+
+
+def test_more_segments_than_anybody_evaluates_are_refused() -> None:
+    long = TracePhase(label="base", start_ns=-(2**61), end_ns=2**61)
+    far = small(phases=(long,), measure_from_ns=-(2**61))
+    far.validate()
+    with pytest.raises(UserError, match=r"is measured over 4,611,686,018 s, more than 100,000 segments"):
+        far.segments()
+
+
+@pytest.mark.parametrize("field", ["rate", "rate_end", "ramp_s", "factor"])
+@pytest.mark.parametrize("value", [np.inf, np.nan, -1.0])
+def test_a_phase_has_no_rate_that_is_not_one(field: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=field):
+        TracePhase(label="base", start_ns=0, end_ns=1, **{field: value})
 
 
 def test_between_cuts_requests_items_phases_and_the_measured_part() -> None:

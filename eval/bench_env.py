@@ -40,7 +40,7 @@ class Args:
     """
 
     scenario: str = "burst"
-    """Shipped scenario (burst, conversation, laptop, steady, trend) or TOML file."""
+    """A shipped scenario (the README lists them) or a TOML file."""
     seconds: float = 240.0
     """Length of the load that is served, warm-up included."""
     repeats: int = 3

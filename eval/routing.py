@@ -83,7 +83,7 @@ class Args:
     """
 
     scenario: str = "burst"
-    """What serves under which load, of one node: shipped (burst, conversation, laptop, steady, trend) or TOML file."""
+    """What serves under which load, of one node: a shipped scenario (the README lists them) or a TOML file."""
     nodes: int = 32
     """Nodes of the cluster."""
     seeds: int = 3

@@ -56,7 +56,7 @@ class Args:
     """
 
     scenario: str = "burst"
-    """What serves under which load, on one node: shipped (burst, conversation, laptop, steady, trend) or TOML file."""
+    """What serves under which load, on one node: a shipped scenario (the README lists them) or a TOML file."""
     policy: Path | None = None
     """Bundle folder of the controller, as `helm-rl export` writes it."""
     seeds: int = 3

@@ -97,7 +97,7 @@ class Args:
     """Team at Weights and Biases; your own account if not given."""
 
     scenario: str = "burst"
-    """Scenario to train on: a shipped name (burst, conversation, laptop, steady, trend) or the path of a TOML file."""
+    """Scenario to train on: a shipped one (the README lists them) or the path of a TOML file."""
     load: Literal["limit", "moderate"] = "limit"
     """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     trace: Path | None = None

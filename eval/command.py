@@ -38,7 +38,7 @@ class EvalArgs:
     """Arguments of every evaluation."""
 
     scenario: str = "burst"
-    """What serves under which load: a shipped scenario, such as burst, steady or trend (the README lists them), or a TOML file."""
+    """What serves under which load: a shipped scenario (the README lists them) or a TOML file."""
     load: Load = "limit"
     """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     policy: Path | None = None

@@ -76,7 +76,7 @@ class Args:
     trace: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TRACE.parquet]")] = None
     """Recorded arrivals, from `helm-rl trace convert` or `generate` (default: the scenario's own load)."""
     scenario: str = "burst"
-    """What serves under which SLO: a shipped scenario, such as burst, steady or trend (the README lists them), or a TOML file."""
+    """What serves under which SLO: a shipped scenario (the README lists them) or a TOML file."""
     load: Load = "limit"
     """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     seeds: int | None = None

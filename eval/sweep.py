@@ -51,6 +51,14 @@ LEAST_STEPS = 3
 """Fine steps within that reach, at the least, whatever the step."""
 FLAT = 1.02
 """P99s up to this multiple of the least one belong to the flat set."""
+MOST_JOBS = 1024
+"""Jobs at a time, at the most: the system has no threads, processes or semaphores for any number of them."""
+
+
+def check_jobs(jobs: int) -> None:
+    """Raise UserError unless so many threads or processes can be meant."""
+    if not 1 <= jobs <= MOST_JOBS:
+        raise UserError(f"--jobs must be at least 1 and at most {MOST_JOBS}, got {jobs}")
 
 
 class ReplayFunction(Protocol):
@@ -102,12 +110,11 @@ class Sweep:
 class Work:
     """Replays on threads (the simulator releases the GIL), counted on one progress bar.
 
-    jobs: replays at a time, at least 1; replay: the function that replays; None takes the simulator's.
+    jobs: replays at a time, 1 to MOST_JOBS; replay: the function that replays; None takes the simulator's.
     """
 
     def __init__(self, jobs: int = 2, progress: Progress | None = None, replay: ReplayFunction | None = None) -> None:
-        if jobs < 1:
-            raise UserError(f"--jobs must be at least 1, got {jobs}")
+        check_jobs(jobs)
         if replay is None:
             from envs.serving.replay import replay as simulator
 

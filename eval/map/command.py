@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,13 @@ from rich.table import Table
 
 from eval.command import console
 from eval.map.grid import HOST_GIB, HOT_SHARES, LINKS, LOADS, MODELS, MOST_SEEDS, Grid
+from eval.map.store import CELLS, FILES, Store
 from eval.map.summary import WORTH, Found, as_json, figures, slices, summarise
+from eval.sweep import check_jobs
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures
-from helm_rl.files import check_outputs, write_text
+from helm_rl.files import check_outputs, refuse_existing, write_text
 
-CELLS = "cells.json"
 TOP = 10
 """Cells that the table names."""
 
@@ -72,18 +74,17 @@ class Args:
 
 def main(args: Args) -> None:
     """Measure what is missing, print the tables, draw the picture and write the figures."""
-    from eval.map.store import Store
-
     grid = _grid(args)
-    store = Store(args.output, grid.options())
-    from eval.map.run import run
+    with Store(args.output, grid.options()) as store:
+        from eval.map.run import run
 
-    run(grid, args.seeds, args.jobs, store)
-    found = summarise(grid, store, args.seeds)
-    from eval.map.plot import draw
+        run(grid, args.seeds, args.jobs, store)
+        found = summarise(grid, store, args.seeds)
+        from eval.map.plot import draw
 
-    write_text(args.output / CELLS, json.dumps([as_json(each) for each in found], indent=1, allow_nan=False) + "\n")
-    pictures = draw(args.output, grid, found)
+        cells = json.dumps([as_json(each) for each in found], indent=1, allow_nan=False)
+        write_text(args.output / CELLS, cells + "\n")
+        pictures = draw(args.output, grid, found)
     report(found)
     console().print(f"Written: {', '.join(map(str, [*pictures, args.output / CELLS]))}.")
     if args.json is not None:
@@ -94,9 +95,8 @@ def _grid(args: Args) -> Grid:
     """Check the arguments and return the grid."""
     if not 1 <= args.seeds <= MOST_SEEDS:
         raise UserError(f"--seeds must lie in 1 to {MOST_SEEDS}, got {args.seeds}")
-    if args.jobs < 1:
-        raise UserError(f"--jobs must be at least 1, got {args.jobs}")
-    check_outputs(args.overwrite, json=args.json)
+    check_jobs(args.jobs)
+    _check_files(args)
     grid = Grid(
         args.models,
         args.links,
@@ -110,6 +110,22 @@ def _grid(args: Args) -> Grid:
     )
     grid.check()
     return grid
+
+
+def _check_files(args: Args) -> None:
+    """Raise UserError unless every file can be written, now and not after the work."""
+    if args.json is not None:
+        figures_path, folder = Path(os.path.realpath(args.json)), Path(os.path.realpath(args.output))
+        if figures_path in [folder / name for name in FILES]:
+            raise UserError(f"--json names the map's own file, {args.json}; name another")
+        if figures_path in (folder, *folder.parents):
+            raise UserError(f"--json names the map's own folder, or one that it is in, {args.json}; name a file")
+    check_outputs(args.overwrite, json=args.json)
+    if args.output.is_dir():
+        for path in (args.output / name for name in FILES):
+            refuse_existing(path, overwrite=True)
+            if path.is_dir():
+                raise UserError(f"{path} is a folder, and the map's own file goes there; name another --output")
 
 
 def report(found: Sequence[Found]) -> None:

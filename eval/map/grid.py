@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -177,6 +178,8 @@ class Grid:
 
     def check(self) -> None:
         """Raise UserError for anything of which no cell can be made."""
+        from envs.serving.node import MAX_PAGES  # numba is slow to load, and most of this module does without
+
         for name, values in asdict(self).items():
             if isinstance(values, tuple):
                 option = "--" + name.replace("_", "-")
@@ -196,16 +199,28 @@ class Grid:
         for history in self.histories:
             if not 1 <= history <= 7782:
                 raise UserError(f"--histories must lie in 1 to 7782 tokens, .95 of the longest, got {history:g}")
+        most_gib = MAX_PAGES * HardwareSection().page_kib / 2**20
         for gib in self.host_gib:
-            if not 0 <= gib <= 100_000:
-                raise UserError(f"--host-gib must lie in 0 to 100,000, got {gib:g}")
+            if not 0 <= gib <= most_gib:
+                raise UserError(f"--host-gib must lie in 0 to {most_gib:,g}, got {gib:g}")
         for option, value in (("--pool-gib", self.pool_gib), ("--link-gb-s", self.link_gb_s)):
             if value is not None and not 0 < value <= 10_000:
                 raise UserError(f"{option} must be above 0 and at most 10,000, got {value:g}")
         for model in self.models:
-            one = replace(self, models=(model,)).settings()[0]
-            scenario = self.scenario(one, 100.0)
-            check_fits(resolve_model(scenario.model), resolve_hardware(scenario.hardware), scenario.hardware)
+            try:
+                self._check_profiles(model)
+            except UserError as error:
+                raise UserError(_as_options(str(error), model)) from None
+
+    def _check_profiles(self, model: str) -> None:
+        """Raise UserError, in the words of a scenario, unless a node can hold the model and the pool."""
+        from envs.serving.node import page_layout
+
+        one = replace(self, models=(model,)).settings()[0]
+        scenario = self.scenario(one, 100.0)
+        profile = resolve_model(scenario.model)
+        check_fits(profile, resolve_hardware(scenario.hardware), scenario.hardware)
+        page_layout(scenario.hardware, profile)
 
     def options(self) -> dict[str, Any]:
         """What results depend on, for a later run to compare: the grid, the load's shape, the profiles behind it."""
@@ -223,3 +238,10 @@ class Grid:
             name: scenario.model_dump(mode="json")[name] for name in ("seconds", "warm_s", "control", "load")
         }
         return found
+
+
+def _as_options(message: str, model: str) -> str:
+    """Put the options that the user typed in the place of a scenario's fields."""
+    message = re.sub(r"model\.(layers|profile) = [^ :]+", f"--models {model}", message)
+    message = re.sub(r"hardware\.profile = '([^']*)'", r"--hardware \1", message)
+    return message.replace("hardware.pool_gib = ", "--pool-gib ").replace("hardware.page_kib = ", "")

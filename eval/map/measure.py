@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from eval.map.grid import ALPHA_MAX, ALPHA_MIN, LOADS, PREPARING_SEED, SECONDS, SEEDS_FROM, Cell, Grid, Setting
 from eval.map.player import Player, Schedule
+from eval.map.rows import Row
 from eval.map.shift import Shift, kept_times, search
 from eval.statistics import Floats
 from eval.sweep import COARSE_STEP, STEP, Curve, alpha_grid, curve
@@ -34,9 +34,6 @@ HOPELESS = 3.0
 up; it counts as just that slow."""
 NEAR = 0.1
 """How far from the best alphas of seed 1 the other seeds play the coarse grid."""
-
-Row = dict[str, Any]
-"""What is stored of a setting, or of a cell and seed: plain JSON."""
 
 
 def prepare(grid: Grid, setting: Setting) -> Row:

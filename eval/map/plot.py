@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from eval.map.grid import Grid
+from eval.map.store import PICTURES
 from eval.map.summary import Found
 from helm_rl.files import atomic_file
 
@@ -41,7 +42,7 @@ _STYLE: dict[str, Any] = {
 
 def draw(folder: Path, grid: Grid, found: Sequence[Found]) -> list[Path]:
     """Write map.png and map.svg into `folder` and return their paths."""
-    paths = [folder / "map.png", folder / "map.svg"]
+    paths = [folder / name for name in PICTURES]
     with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
         figure = heat_map(grid, found)
         FigureCanvasAgg(figure)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.connection import wait
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from eval.map.grid import LOADS, Cell, Grid, pace, requests
-from eval.map.measure import Row, measure, prepare
+from eval.map.measure import measure, prepare
+from eval.map.rows import Row
 from eval.map.store import Store
 
 _Task = tuple[Callable[..., Row], tuple[Any, ...], float]
@@ -30,7 +34,7 @@ def run(grid: Grid, seeds: int, jobs: int, store: Store) -> None:
     left = (TextColumn("left"), TimeRemainingColumn())
     with (
         Progress(*columns, *left, console=Console(stderr=True), transient=True, speed_estimate_period=600) as progress,
-        ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _ignore_interrupts) as pool,
+        ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _follow_the_parent) as pool,
     ):
         try:
             settings = grid.settings()
@@ -102,6 +106,18 @@ def _work(
     progress.remove_task(task)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches every process of a terminal; the first one alone decides what follows."""
+def _follow_the_parent() -> None:
+    """Leave interrupts to the first process, and end when it has gone, however it went.
+
+    Ctrl-C reaches every process of a terminal; the first one alone decides what follows. If it is killed it cannot end
+    the others, and each would wait for work for ever.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])  # a pipe that the system closes with the parent, even before this thread began
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from eval.map.rows import Row, check_row
 from helm_rl.errors import UserError
 from helm_rl.files import write_text
 
-Row = dict[str, Any]
 OPTIONS = "options.json"
 RESULTS = "results.jsonl"
+CELLS = "cells.json"
+PICTURES = ("map.png", "map.svg")
+FILES = (OPTIONS, RESULTS, CELLS, *PICTURES)
+"""All that a map's folder holds."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Store:
-    """The folder of one map.
+    """The folder of one map, which no other process can open until `close`; a context manager closes it.
 
     Args:
         folder: made if it does not exist; it must be empty or hold a map.
         options: what results depend on; a folder with other options is refused.
 
     Raises:
-        UserError: a foreign folder, other options (it names them), or lines that are not results.
+        UserError: a foreign folder, other options (it names them), lines that are not results, or a map that another
+            process has open.
     """
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
@@ -35,47 +47,105 @@ class Store:
         if stored.exists():
             _refuse_others(stored, options)
         else:
-            if folder.is_dir() and any(folder.iterdir()):
-                raise UserError(f"{folder} holds other files and no map; name a new folder")
-            if folder.exists() and not folder.is_dir():
-                raise UserError(f"{folder} is not a folder; name one for the map's results")
+            _refuse_foreign(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(stored, json.dumps(options, indent=2, sort_keys=True) + "\n")
-        self._read()
+        self._file = FileIO(self._path, "a+")  # without a buffer: one result, one write
+        try:
+            self._lock()
+            for left in _leftovers(folder):
+                left.unlink(missing_ok=True)
+            if stored.exists():  # made, maybe, while this one waited for its turn
+                _refuse_others(stored, options)
+            else:
+                write_text(stored, json.dumps(options, indent=2, sort_keys=True) + "\n")
+            self._read(options.get("loads", ()))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes open the map; what was read stays here."""
+        self._file.close()
 
     def add(self, row: Row) -> None:
         """Append one result; its identity is (key, seed), seed 0 if it has none."""
-        with open(self._path, "ab") as file:
-            file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        line = memoryview(json.dumps(row, allow_nan=False).encode() + b"\n")
+        try:
+            size = os.fstat(self._file.fileno()).st_size
+            if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
+                line = memoryview(b"\n" + line)  # never on a line that something else left unfinished
+            while line:
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.filename is None:  # a full disk names no file
+                error.filename = str(self._path)
+            raise
         self.rows[_identity(row)] = row
 
     def get(self, key: str, seed: int = 0) -> Row | None:
         """Return a result, None if it is not there yet."""
         return self.rows.get((key, seed))
 
-    def _read(self) -> None:
+    def _lock(self) -> None:
+        """Keep the map to this process; the system ends that with the process, however it dies."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{self.folder} is being measured by another process; wait for it, or name another --output"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:  # some network file systems have none: better a map than none
+                raise
+
+    def _read(self, loads: list[str]) -> None:
         """Read what is there; a last line that was not finished is cut off."""
-        if not self._path.exists():
-            return
         data = self._path.read_bytes()
         whole = data.rfind(b"\n") + 1
         for number, line in enumerate(data[:whole].splitlines(), 1):
             try:
-                row = json.loads(line)
-                self.rows[_identity(row)] = row
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                row = check_row(line, loads)
+            except ValueError as error:
                 raise UserError(
-                    f"{self._path}, line {number}: not a result of this command; delete the line, it will be measured "
-                    "again"
+                    f"{self._path}, line {number}: not a result of this command ({error}); delete the line, it will "
+                    "be measured again"
                 ) from None
+            self.rows[_identity(row)] = row
         if whole < len(data):
             os.truncate(self._path, whole)
 
 
 def _identity(row: Row) -> tuple[str, int]:
     return str(row["key"]), int(row.get("seed", 0))
+
+
+def _leftovers(folder: Path) -> Iterator[Path]:
+    """Files that were written aside (`helm_rl.files.atomic_file`) when their process was killed."""
+    for name in FILES:
+        yield from folder.glob(f".{name}.????????.tmp")
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise UserError unless `folder` could become a map's: new, empty, or left by a run killed as it began."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; name one for the map's results")
+    others = set(folder.iterdir()) - set(_leftovers(folder))
+    results = folder / RESULTS
+    if results in others and results.is_file() and results.stat().st_size == 0:
+        others.remove(results)
+    if others:
+        raise UserError(f"{folder} holds other files and no map; name a new folder")
 
 
 def _refuse_others(path: Path, options: dict[str, Any]) -> None:

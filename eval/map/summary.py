@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from eval.map.grid import LOADS, Cell, Grid, Setting
-from eval.map.store import Row, Store
+from eval.map.rows import Row
+from eval.map.store import Store
 from eval.statistics import standard_error
 from helm_rl.figures import Figure
 

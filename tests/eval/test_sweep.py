@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from envs.serving.replay import Replay
-from eval.sweep import Work, alpha_grid, curve, pooled_curve, smooth_log, sweep, sweep_adaptively
+from eval.sweep import Work, alpha_grid, curve, pooled_curve, smooth_log, sweep, sweep_adaptively, working
 from helm_rl.control.protocol import Controller
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario
@@ -158,6 +158,10 @@ def test_an_error_in_a_replay_is_raised_and_stops_the_rest(trace: Trace) -> None
     assert len(seen) < GRID.size
 
 
-def test_jobs_below_one_are_refused() -> None:
-    with pytest.raises(UserError, match="--jobs"):
-        Work(0, replay=FakeServing())
+@pytest.mark.parametrize("jobs", [-1, 0, 1025, 3_000_000_000])
+def test_jobs_that_no_system_has_are_refused(jobs: int) -> None:
+    message = f"--jobs must be at least 1 and at most 1024, got {jobs}"
+    with pytest.raises(UserError, match=message):
+        Work(jobs, replay=FakeServing())
+    with pytest.raises(UserError, match=message), working(jobs, FakeServing()):
+        pass

@@ -67,6 +67,8 @@ def row(**changes: Any) -> dict[str, Any]:
         "key": "decoder-0.2b remote-ps 0 1500 0.5 limit",
         "seed": 1,
         "rate": 300.0,
+        "pace": 1.0,
+        "requests": 40_000,
         "hindsight": 0.3,
         "hindsight_ms": 100.0,
         "deployable": 0.6,
@@ -76,5 +78,24 @@ def row(**changes: Any) -> dict[str, Any]:
         "bound_ms": 75.0,
         "reference_ms": 80.0,
         "shift": None,
+        "plays": 12.5,
+        "cpu_s": 3.0,
+    }
+    return values | changes
+
+
+def later_row(**changes: Any) -> dict[str, Any]:
+    """Return the row of a seed after the first."""
+    return row(seed=2, known_ms=95.0, known_static_ms=100.0) | changes
+
+
+def setting_row(**changes: Any) -> dict[str, Any]:
+    """Return the row of that cell's setting as it is stored."""
+    static = {"alpha": 0.7, "flat": [[0.6, 0.8]], "p99_ms": 90.0}
+    values = {
+        "key": "decoder-0.2b remote-ps 0 1500 0.5",
+        "rate": 316.0,
+        "slo_ms": 100,
+        "deployable": {"limit": static},
     }
     return values | changes

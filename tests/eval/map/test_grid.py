@@ -58,9 +58,9 @@ def test_every_cell_comes_once_and_a_part_of_them_is_balanced() -> None:
         ({"histories": (9000.0,)}, "--histories must lie in 1 to 7782"),
         ({"host_gib": (0.0, 0.0)}, "--host-gib names a value twice: 0.0 0.0"),
         ({"host_gib": (float("nan"),)}, "--host-gib must lie in"),
-        ({"pool_gib": 79.9}, "hardware.pool_gib = 79.9 does not fit beside"),
+        ({"pool_gib": 79.9}, "--pool-gib 79.9 does not fit beside"),
         ({"link_gb_s": 0.0}, "--link-gb-s must be above 0 and at most 10,000, got 0"),
-        ({"hardware": "abacus"}, "hardware.profile = 'abacus' is unknown"),
+        ({"hardware": "abacus"}, "--hardware abacus is unknown"),
     ],
 )
 def test_what_cannot_be_mapped_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -11,23 +11,22 @@ from eval.map.grid import Grid
 from eval.map.plot import draw, heat_map
 from eval.map.store import Store
 from eval.map.summary import Found, as_json, distance, figures, summarise
-from tests.eval.map.fakes import row
+from tests.eval.map.fakes import later_row, row, setting_row
 
 GRID = Grid(("decoder-0.2b",), ("remote-ps",), (0.0, 96.0), (1500.0,), (0.5,), ("limit",))
-BASE = {"alpha": 0.7, "flat": [[0.6, 0.8]]}
 
 
 @pytest.fixture
 def found(tmp_path: Path) -> list[Found]:
     """Two cells: one measured on three seeds, one out of reach."""
-    store = Store(tmp_path / "map", GRID.options())
-    store.add({"key": "decoder-0.2b remote-ps 0 1500 0.5", "rate": 316.0, "slo_ms": 100, "deployable": {"limit": BASE}})
-    store.add({"key": "decoder-0.2b remote-ps 96 1500 0.5", "rate": None, "slo_ms": 100, "deployable": {}})
-    store.add(row())
-    store.add(row(seed=2, reference_ms=90.0, burst=0.3, known_ms=95.0, known_static_ms=100.0))
-    store.add(row(seed=3, reference_ms=85.0, burst=0.1, known_ms=110.0, known_static_ms=100.0))
-    store.add(row(seed=4, reference_ms=1.0))  # more seeds than asked for
-    return summarise(GRID, store, 3)
+    with Store(tmp_path / "map", GRID.options()) as store:
+        store.add(setting_row())
+        store.add(setting_row(key="decoder-0.2b remote-ps 96 1500 0.5", rate=None, deployable={}))
+        store.add(row())
+        store.add(later_row(reference_ms=90.0, burst=0.3))
+        store.add(later_row(seed=3, reference_ms=85.0, burst=0.1, known_ms=110.0))
+        store.add(later_row(seed=4, reference_ms=1.0))  # more seeds than asked for
+        return summarise(GRID, store, 3)
 
 
 def test_a_cell_is_the_mean_of_its_seeds(found: list[Found]) -> None:

@@ -45,8 +45,9 @@ class ConvertArgs:
     format: Annotated[str | None, _SAID] = None
     """Format of the log (default: told by its content; an unknown name lists all)."""
     map: Annotated[str | None, _SAID] = None
-    """What the columns of an unknown log mean: time=ts:ms,user=uid,item=vid and, where there are such, tenant=, request=
-    and tokens=, the length of the history. Units: s, ms, us, ns, iso. separator=tab, header=no (then by place: time=4)."""
+    """What the columns of an unknown log mean: time=ts:ms,user=uid,item=vid and, where there are such, tenant=,
+    request= and tokens=, the length of the history. Units: s, ms, us, ns, iso. separator=tab, header=no (then by place:
+    time=4)."""
     with_log: Annotated[tuple[Path, ...], tyro.conf.arg(name="with", metavar="LOG", help_behavior_hint="")] = ()
     """Take users and items, in order, from this other log, and from the first its arrivals alone."""
     with_map: Annotated[str | None, _SAID] = None

@@ -35,7 +35,7 @@ WIDTH = 118
 
 @dataclass
 class EvalArgs:
-    """Arguments of every evaluation."""
+    """Arguments of `helm-rl eval p99` and `helm-rl eval ratio-gap`."""
 
     scenario: str = "burst"
     """What serves under which load: a shipped scenario (the README lists them) or a TOML file."""

@@ -8,7 +8,7 @@ from helm_rl.metrics import WindowStats
 
 
 class Cliffhanger:
-    """Moves alpha in proportion to the difference of what one more page would save on either side.
+    """Moves alpha in proportion to the difference of what 1 % more of the pool would save on either side.
 
     Source: Cidon, Eisenman, Alizadeh and Katti, "Cliffhanger: Scaling Performance Cliffs in Web Memory Caches",
     NSDI 2016: a hit in a queue's shadow grows it by a credit and shrinks another by the same, which follows the

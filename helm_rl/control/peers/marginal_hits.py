@@ -58,7 +58,7 @@ class MarginalHits:
         return False
 
     def feedback(self, window: WindowStats) -> None:
-        """Smooth what one more page would have saved on either side; a window without arrivals says nothing."""
+        """Smooth what 1 % more of the pool would have saved on either side; a window without arrivals says nothing."""
         if window.arrivals == 0:
             return
         self._emb_ms = _smooth(self._emb_ms, window.emb_margin_ms)

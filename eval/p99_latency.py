@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from rich.table import Table
 
 from eval.command import EvalArgs, console, evaluate
 from eval.comparison import Comparison
 from eval.summary import footnotes, headline
 from eval.wording import interval_ms, milliseconds, percent
+from helm_rl.metrics import SHED_FACTOR
 
 
 @dataclass
@@ -44,6 +46,7 @@ def latency_table(comparison: Comparison) -> Table:
     table.add_column("controller")
     for heading in ("P99 ms", "P50 ms", "mean P99 of 10 s, ms", "within SLO", "served/s", "regret"):
         table.add_column(heading, justify="right")
+    shed_ms = np.float32(SHED_FACTOR * comparison.scenario.slo_ms)
     for row in comparison.rows:
         found = {
             key: comparison.estimate(row.key, key)
@@ -57,6 +60,6 @@ def latency_table(comparison: Comparison) -> Table:
             milliseconds(found["windowed_p99_ms"].value),
             f"{100 * found['slo'].value:.2f} %",
             f"{found['throughput'].value:.1f}",
-            percent(found["regret"].value),
+            "shed" if found["p99_ms"].value == shed_ms else percent(found["regret"].value),
         )
     return table

@@ -12,11 +12,15 @@ from helm_rl.control.peers.miss_ratio_curve import MissRatioCurves
 from helm_rl.control.protocol import Controller
 from helm_rl.scenario import Scenario
 
+_CLIMBING_S = 10.0  # of requests at the base rate that a hill climber measures before each step
+_LEAST_REQUESTS = 500
+
 
 def peer_contestants(scenario: Scenario) -> list[Contestant]:
     """Return every peer within the scenario's bounds of alpha, as it comes: none is tuned to a load."""
     low, high = scenario.control.alpha_min, scenario.control.alpha_max
     step = min(0.02, scenario.control.rate_per_s * scenario.control.interval_s)
+    requests = max(_LEAST_REQUESTS, round(_CLIMBING_S * scenario.load.rate))
     peers: list[tuple[str, str, str, Callable[[], Controller]]] = [
         (
             "marginal_hits",
@@ -52,7 +56,7 @@ def peer_contestants(scenario: Scenario) -> list[Contestant]:
             "hill_climbing",
             "hill climbing",
             "goes on while latency falls, turns round when it rises",
-            lambda: HillClimbing(alpha_min=low, alpha_max=high),
+            lambda: HillClimbing(requests=requests, alpha_min=low, alpha_max=high),
         ),
     ]
     return [Contestant(key, title, meaning, make) for key, title, meaning, make in peers]

@@ -28,7 +28,7 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from eval.comparison import DEPLOYABLE, HALF, HINDSIGHT, OPTIMUM, POLICY, Comparison
+from eval.comparison import DEPLOYABLE, HALF, HINDSIGHT, OPTIMUM, POLICY, Comparison, Row
 from eval.segments import Run
 from eval.sweep import Curve, Sweep
 from helm_rl.files import atomic_file
@@ -66,7 +66,24 @@ LOOKS = {
     HALF: Look("#7a7a7a", (0, (1.2, 1.6)), 1.5),
     OPTIMUM: Look("#111111", (0, (2.5, 1.5)), 1.2),
 }
-OTHER = Look("#cc79a7", "solid", 1.5)
+OTHERS = (
+    Look("#cc79a7", "solid", 1.5),
+    Look("#56b4e9", (0, (5, 1)), 1.3),
+    Look("#a65628", (0, (3, 1, 1, 1, 1, 1)), 1.3),
+    Look("#e69f00", (0, (1, 1)), 1.6),
+    Look("#6a3d9a", (0, (7, 1.5, 1.5, 1.5)), 1.3),
+    Look("#66a61e", (0, (2, 1)), 1.3),
+)
+"""Of controllers that have no look of their own, in the order of the table; beyond these they come again."""
+
+
+def look_of(row: Row, comparison: Comparison) -> Look:
+    """Return how a row of a comparison is drawn."""
+    if row.key in LOOKS:
+        return LOOKS[row.key]
+    others = [other.key for other in comparison.rows if other.key not in LOOKS]
+    return OTHERS[others.index(row.key) % len(OTHERS)]
+
 
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -113,7 +130,7 @@ def tail_by_controller(comparison: Comparison, narrow: bool) -> Figure:
     figure = Figure(figsize=(_width(narrow), 0.5 + 0.36 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(reversed(rows)):
-        look = LOOKS.get(row.key, OTHER)
+        look = look_of(row, comparison)
         found = comparison.estimate(row.key, "p99_ms")
         if found.interval is not None:
             axes.plot(found.interval, [place, place], color=look.colour, linewidth=5, alpha=0.25, solid_capstyle="butt")
@@ -169,7 +186,7 @@ def alpha_over_time(comparison: Comparison, narrow: bool) -> Figure:
     for row in comparison.rows:
         if row.key in first.alphas or row.key == OPTIMUM:
             continue
-        look = LOOKS.get(row.key, OTHER)
+        look = look_of(row, comparison)
         for result in comparison.results[1:]:
             run = result.runs[row.key]
             above.plot(run.time_s, run.alpha, color=look.colour, linewidth=0.6, alpha=0.35)
@@ -187,7 +204,7 @@ def alpha_over_time(comparison: Comparison, narrow: bool) -> Figure:
     above.set_ylim(max(0.0, comparison.scenario.control.alpha_min - 0.05), comparison.scenario.control.alpha_max + 0.05)
     above.yaxis.set_major_locator(MultipleLocator(0.2))
     for row in comparison.rows:
-        run, look = first.runs[row.key], LOOKS.get(row.key, OTHER)
+        run, look = first.runs[row.key], look_of(row, comparison)
         below.plot(
             run.window_s,
             run.window_p99_ms,
@@ -267,7 +284,7 @@ def latency_distribution(comparison: Comparison, narrow: bool) -> Figure:
     figure = Figure(figsize=(_width(narrow), 3.7 if narrow else 3.6), layout="constrained")
     axes = figure.subplots()
     for row in comparison.rows:
-        run, look = first.runs[row.key], LOOKS.get(row.key, OTHER)
+        run, look = first.runs[row.key], look_of(row, comparison)
         axes.plot(
             run.tail_ms, run.tail_share, color=look.colour, linestyle=look.dashes, linewidth=look.width, label=row.title
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.comparison import DEPLOYABLE, HINDSIGHT, OPTIMUM, POLICY, REFERENCE, Comparison
+from eval.comparison import DEPLOYABLE, HALF, HINDSIGHT, OPTIMUM, POLICY, REFERENCE, Comparison
 from eval.segments import FlatSet
 from eval.wording import milliseconds, percent
 from helm_rl.metrics import SHED_FACTOR
@@ -32,14 +32,27 @@ def headline(comparison: Comparison) -> str:
         room, _ = comparison.headroom()
         return (
             f"Scenario {comparison.pattern}, {where}: how long 99 % of requests took at most. {statics}. What the "
-            f"reference gains on the best static in hindsight is {percent(room)}."
+            f"reference gains on the best static in hindsight is {percent(room)}.{_fastest(comparison)}"
         )
     regret = comparison.estimate(POLICY, "regret").value
     best = "the best of these" if comparison.effort is None else f"the offline reference ({p99(REFERENCE)})"
     return (
         f"In scenario {comparison.pattern}, {where}, the policy answered 99 % of requests within {p99(POLICY)}. "
         f"{statics}; the policy is {percent(abs(regret))} {'above' if regret >= 0 else 'below'} {best}."
+        f"{_fastest(comparison)}"
     )
+
+
+def _fastest(comparison: Comparison) -> str:
+    """Name the fastest of the other controllers, where there are any."""
+    fixed = (POLICY, HALF, DEPLOYABLE, HINDSIGHT, OPTIMUM, REFERENCE)
+    others = {
+        row.title: comparison.estimate(row.key, "p99_ms").value for row in comparison.rows if row.key not in fixed
+    }
+    if not others:
+        return ""
+    title = min(others, key=others.__getitem__)
+    return f" Of the other {len(others)} controllers, {title} was fastest: {milliseconds(others[title])} ms."
 
 
 def footnotes(comparison: Comparison) -> list[str]:

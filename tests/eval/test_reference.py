@@ -264,7 +264,7 @@ def test_a_controller_that_beats_the_search_is_replayed_again_and_reported(work:
 
 def test_a_schedule_that_replays_otherwise_is_an_error(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     small = two_segments()
-    trace = generate(small, seed=11)
+    trace = generate(small, seed=15)  # on which the search finds a schedule
     swept, optimum = prepared(small, trace, work, GRID)
 
     def other(*args: object, **keywords: object) -> object:

@@ -62,6 +62,8 @@ class HillClimbing:
         """Return the target, which moves once enough requests were measured."""
         if self.target is None:
             self.target = min(max(applied_alpha, self.alpha_min), self.alpha_max)
+            inwards = 0.5 * (self.alpha_min + self.alpha_max) - self.target
+            self._step = math.copysign(self.first_step, inwards)  # from a bound there is one way only
         if self._completed >= self.requests:
             log_latency = self._sum / self._completed
             worse = log_latency - self._before  # NaN at first

@@ -189,7 +189,8 @@ def _run(name: str, arguments: list[str]) -> None:
 
     import tyro
 
-    function(tyro.cli(arguments_class, prog=f"{PROGRAM} {name}", args=arguments))
+    config = (tyro.conf.FlagCreatePairsOff,)  # --overwrite, and no --no-overwrite beside it
+    function(tyro.cli(arguments_class, prog=f"{PROGRAM} {name}", args=arguments, config=config))
 
 
 def _refuse_foreign_folders() -> None:

@@ -506,17 +506,6 @@ def gather(offsets: Int64Array, values: npt.NDArray[Any], order: Int64Array) -> 
     return new_offsets, gathered
 
 
-def running_total(group: Int64Array, amount: npt.NDArray[Any]) -> Int64Array:
-    """Return, for each row, the sum of `amount` over the rows of its group so far, its own included; int64 (n,)."""
-    order = np.argsort(group, kind="stable")
-    total = np.cumsum(amount[order], dtype=np.int64)
-    first = np.flatnonzero(np.diff(group[order], prepend=group[order][:1] - 1))
-    before = np.repeat(total[first] - amount[order][first], np.diff(first, append=group.size))
-    result = np.empty_like(total)
-    result[order] = total - before
-    return result
-
-
 def _meta_json(meta: TraceMeta) -> str:
     return json.dumps(meta.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -627,7 +616,7 @@ class _TraceFile:
         try:
             self.file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise UserError(f"{path} is damaged or not a whole Parquet file: {_first_line(error)}") from None
+            raise UserError(f"{path} is damaged or not a whole Parquet file: {first_line(error)}") from None
         try:
             self.meta = self._read_meta()
             self.tables = self._check_schema()
@@ -797,7 +786,7 @@ class _TraceFile:
                 if batch.num_rows:
                     yield batch
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise UserError(f"{self.path} is damaged: {_first_line(error)}") from None
+            raise UserError(f"{self.path} is damaged: {first_line(error)}") from None
         declared = self.file.metadata.num_rows
         if found != declared:
             raise UserError(f"{self.path} is damaged: it declares {declared} requests and has {found}")
@@ -843,6 +832,7 @@ def _refuse_other_files(path: Path) -> None:
         raise UserError(f"{path} is a Parquet file without its end: it was cut off after {size} bytes")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, cut to 200 characters."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__)[:200]

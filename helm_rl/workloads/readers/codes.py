@@ -16,6 +16,7 @@ Int32Array = npt.NDArray[np.int32]
 _MOST = 2**31 - 1
 _START = 1 << 12
 _FULL = 0.6
+_MOST_NEW_BYTES = 64 << 20  # of texts added at once
 
 
 class Codes:
@@ -53,12 +54,17 @@ class Codes:
             self._grow()
 
     def add_texts(self, data: npt.NDArray[np.uint8], start: Any, end: Any) -> Int32Array:
-        """Return codes (n,) of the texts data[start[i]:end[i]]."""
+        """Return codes (n,) of the texts data[start[i]:end[i]]; texts may share bytes."""
         if self.text is False:
             self._to_text()
         self.text = True
         start, end = start.astype(np.int64), end.astype(np.int64)
-        need = int(self._offsets[self.count]) + int((end - start).sum())
+        size = int((end - start).sum())
+        if size > _MOST_NEW_BYTES and start.size > 1:  # room is made for all as if none were known
+            half = start.size // 2
+            parts = [self.add_texts(data, start[:half], end[:half]), self.add_texts(data, start[half:], end[half:])]
+            return np.concatenate(parts)
+        need = int(self._offsets[self.count]) + size
         if need > self._arena.size:
             arena = np.zeros(max(need, 2 * self._arena.size), dtype=np.uint8)
             arena[: self._arena.size] = self._arena

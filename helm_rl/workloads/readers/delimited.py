@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -198,6 +200,29 @@ def _opens(data: Bytes, start: int, i: int) -> bool:
     for j in range(start, i):
         blank &= data[j] == _SPACE or data[j] == _TAB
     return blank
+
+
+_MISSING = np.frombuffer(b"NA\0\0NULLnullNaN\0nan\0None\\N\0\0", dtype=np.uint8).copy().reshape(-1, 4)
+
+
+def mark_missing(data: Bytes, start: npt.NDArray[np.int32], end: npt.NDArray[np.int32], state: Bytes) -> None:
+    """Set the state of cells that spell out that there is no value (NA, NULL, None, NaN, \\N) to EMPTY."""
+    _mark_missing(data, start, end, _MISSING, state)
+
+
+@kernel
+def _mark_missing(data: Bytes, start: Any, end: Any, words: Bytes, state: Bytes) -> None:
+    for row in range(start.size):
+        size = end[row] - start[row]
+        if size < 2 or size > 4:
+            continue
+        for k in range(words.shape[0]):
+            same = True
+            for j in range(4):
+                have = data[start[row] + j] if j < size else 0
+                same &= have == words[k, j]
+            if same:
+                state[row] = EMPTY
 
 
 @kernel

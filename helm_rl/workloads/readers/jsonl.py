@@ -16,6 +16,7 @@ from helm_rl.workloads.readers.source import Progress, Source
 from helm_rl.workloads.readers.tables import Cells, Columns
 
 _LINES_AT_A_TIME = 8192
+_BYTES_AT_A_TIME = 16 << 20  # of lines, which bound the memory that they take as columns
 _MAX_TOKENS = 2**31 - 1
 _MOST_REPEATS = 1 << 24  # lines among which repeats are looked for
 
@@ -56,9 +57,10 @@ def read_jsonl(
                     columns.drops.add("blank lines", path, first_blank, ": a blank line", blank)
                     blank = 0
                 batch.add(raw, line)
-                if len(batch.place) >= _LINES_AT_A_TIME:
+                if len(batch.place) >= _LINES_AT_A_TIME or batch.size >= _BYTES_AT_A_TIME:
                     yield from batch.flush()
     yield from batch.flush()
+    batch.note_mixed()
     columns.drops.check_file(
         path, batch.rows, batch.bad, f"has no request in it; a {mapping.name} log has one JSON object a line"
     )
@@ -80,6 +82,7 @@ class _Batch:
         self.drops: Drops = columns.drops
         self.facts: Facts = columns.facts
         self.rows = self.bad = 0
+        self.size = 0  # bytes of the lines taken in
         self.place: list[int] = []
         self._paths = {part: tuple(name.split(".")) for part, name in mapping.named().items()}
         self._optional = {part for part, name in mapping.named().items() if name in mapping.optional}
@@ -91,12 +94,14 @@ class _Batch:
         self._ragged: bool | None = None if not mapping.blocks else True
         self._seen: set[int] = set()
         self._roots: dict[Any, Any] = {}
+        self._kinds: dict[str, set[type]] = {"user": set(), "item": set(), "tenant": set(), "request": set()}
         if mapping.user in (SECOND_BLOCK, CHAIN):
             self._texts["user"] = []
 
     def add(self, raw: bytes, line: int) -> None:
         """Take in one line that is not blank."""
         self.rows += 1
+        self.size += len(raw)
         try:
             self._take(raw, line)
         except _BadLine as bad:
@@ -116,10 +121,17 @@ class _Batch:
         state, place = np.zeros(n, dtype=np.uint8), np.array(self.place, dtype=np.int64)
         rows, dropped = self.columns.take(self.path, cells, state, place, {}, extra)
         self.bad += dropped
-        self.place, self._items, self._lengths = [], [], []
+        self.place, self._items, self._lengths, self.size = [], [], [], 0
         self._texts = {part: [] for part in self._texts}
         if rows.time_ns.size:
             yield rows
+
+    def note_mixed(self) -> None:
+        """Say where ids were written both as numbers and as text."""
+        for part, kinds in self._kinds.items():
+            if len(kinds) > 1:
+                name = self.mapping.named()[part]
+                self.facts.note(f"{name} has numbers and text; a number and the text of its digits are one id")
 
     def _take(self, raw: bytes, line: int) -> None:
         mapping = self.mapping
@@ -165,7 +177,12 @@ class _Batch:
         except UnicodeDecodeError:
             raise UserError(f"{self.path}, line {line}: not UTF-8 text") from None
         try:
-            document = json.loads(text, parse_float=_Decimal, parse_constant=_refuse_constant)
+            document = json.loads(
+                text, parse_float=_Decimal, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles
+            )
+        except _DoubleKeyError as error:
+            key = shown(error.args[0])
+            self._fail("a key given twice", f": key {key} is given twice in one object")
         except RecursionError:
             self._fail("not JSON", ": not the JSON of a request: it is nested too deeply")
         except ValueError as error:
@@ -204,7 +221,22 @@ class _Batch:
         elif type(value) not in (int, str, _Decimal):
             what = "a number" if part == "time" else "an id"
             self._fail(f"{name} is not {what}", f", field {name}: {_short(value)} is not {what}")
-        return str(value).strip(" ")
+        text = str(value)
+        if part == "time":
+            return text.strip(" ")
+        self._check_text(name, text)
+        if part in self._kinds:
+            self._kinds[part].add(str if type(value) is str else int)
+        return text  # ids as they are: " 7" is not "7"
+
+    def _check_text(self, name: str, text: str) -> None:
+        """Refuse half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+        if text.isascii():
+            return
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            self._fail(f"{name} is not text", f", field {name}: {_short(text)} has a lone surrogate, which no text has")
 
     def _item_list(self, value: Any) -> list[Any]:
         mapping = self.mapping
@@ -216,6 +248,7 @@ class _Batch:
             )
         values = value if ragged else [value]
         kinds = set(map(type, values))
+        self._kinds["item"] |= kinds & {int, str}
         if kinds <= {int}:
             low = 0 if mapping.blocks else -(2**63)
             if values and (min(values) < low or max(values) >= 2**64):
@@ -224,6 +257,8 @@ class _Batch:
             values = [str(one) for one in values]
             if "" in values:
                 self._fail(f"{mapping.item} is empty", f", field {mapping.item}: an empty id is not an id")
+            for one in values:
+                self._check_text(mapping.item, one)
         else:
             self._refuse_item(values, 0 if mapping.blocks else -(2**63))
         return values
@@ -245,6 +280,7 @@ class _Batch:
         for name, value in (("chat_id", chat), ("parent_chat_id", parent)):
             if type(value) not in (int, str):
                 self._fail(f"{name} is not an id", f", field {name}: {_short(value)} is not an id")
+            self._check_text(name, str(value))
         root = chat if parent in (-1, "-1") else self._roots.get(parent, parent)
         self._roots[chat] = root
         return str(root)
@@ -264,9 +300,22 @@ class _Batch:
         raise _BadLine(cause, message)
 
 
+class _DoubleKeyError(Exception):
+    """An object has a key twice."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DoubleKeyError(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
 def _pack(texts: list[str]) -> Cells:
-    raw = [text.encode("utf-8", "surrogatepass") for text in texts]
+    raw = [text.encode("utf-8") for text in texts]
     ends = np.cumsum([len(text) for text in raw], dtype=np.int64)
+    assert not raw or ends[-1] < 2**31, "a batch is cut by its bytes"
     start = np.concatenate([[0], ends[:-1]])
     return Cells(np.frombuffer(b"".join(raw), dtype=np.uint8), start.astype(np.int32), ends.astype(np.int32))
 

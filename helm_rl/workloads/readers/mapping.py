@@ -83,6 +83,8 @@ def parse_mapping(text: str) -> Mapping:
         known = ("time", "user", "item", "tenant", "tokens", "request", "separator", "header", "blocks")
         if not equals or not value or key not in known:
             raise UserError(f"--map: {part!r} is not KEY=VALUE with one of the keys {', '.join(known)}")
+        if value.startswith("@"):
+            raise UserError(f"--map: {key}={value}: a column's name cannot begin with @; rename the column")
         if key in fields:
             raise UserError(f"--map: {key} is given twice")
         fields[key] = value

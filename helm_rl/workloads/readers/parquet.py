@@ -13,8 +13,11 @@ from helm_rl.workloads.readers.mapping import Mapping
 from helm_rl.workloads.readers.rows import Rows
 from helm_rl.workloads.readers.source import Progress
 from helm_rl.workloads.readers.tables import Cells, Columns
+from helm_rl.workloads.trace import first_line
 
 _ROWS_AT_A_TIME = 1 << 16
+_VALUES_AT_A_TIME = 1 << 21  # of lists
+_BYTES_AT_A_TIME = 64 << 20  # of what the file says its columns take
 
 
 def names_of(path: Path) -> list[str]:
@@ -28,7 +31,7 @@ def names_of(path: Path) -> list[str]:
             if b"helm_rl.trace" in (file.metadata.metadata or {}):
                 raise UserError(f"{path} is a trace already; it needs no conversion")
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged or not a whole Parquet file: {_line(error)}") from None
+        raise UserError(f"{path} is damaged or not a whole Parquet file: {first_line(error)}") from None
     return list(found)
 
 
@@ -45,16 +48,18 @@ def read_parquet(
     for name in wanted.values():
         if name not in there:
             raise UserError(f"{path}: column {name} is missing (its columns: {', '.join(there[:12])})")
+        if there.count(name) > 1:
+            raise UserError(f"{path}: column {name} is there {there.count(name)} times; rename all but one")
+    columns.see_unit("")
     if "time" not in wanted and not arrivals:
         raise UserError(f"{path}: a log without times needs --arrivals RATE")
     size = path.stat().st_size
     rows = bad = told = 0
     try:
-        with pq.ParquetFile(path, pre_buffer=False) as file:
+        names = list(dict.fromkeys(wanted.values()))
+        with pq.ParquetFile(path, pre_buffer=False, read_dictionary=_texts_of(path, names)) as file:
             total = max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(
-                _ROWS_AT_A_TIME, columns=list(dict.fromkeys(wanted.values())), use_threads=False
-            ):
+            for batch in file.iter_batches(_batch_rows(file.metadata, names), columns=names, use_threads=False):
                 batch.validate(full=True)
                 n = batch.num_rows
                 place = np.arange(rows + 1, rows + n + 1, dtype=np.int64)
@@ -76,9 +81,37 @@ def read_parquet(
                     told = size * rows // total
                 if part_rows.time_ns.size:
                     yield part_rows
+    except pa.ArrowMemoryError:
+        raise MemoryError(f"{path}: a piece of it does not fit into memory") from None
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} is damaged: {_line(error)}") from None
+        raise UserError(f"{path} is damaged: {first_line(error)}") from None
+    columns.see_unit("")
     columns.drops.check_file(path, rows, bad, "has no row in it")
+
+
+def _texts_of(path: Path, names: list[str]) -> list[str]:
+    """Return the columns of text, which are read with each text once a batch: rows may share one of any length."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(path)
+    kinds = {name: schema.field(name).type for name in names}
+    return [name for name, kind in kinds.items() if pa.types.is_string(kind) or pa.types.is_large_string(kind)]
+
+
+def _batch_rows(metadata: Any, names: list[str]) -> int:
+    """Return how many rows are read at a time, by what the fullest row group says of its columns."""
+    most = _ROWS_AT_A_TIME
+    for group in range(metadata.num_row_groups):
+        part = metadata.row_group(group)
+        rows = max(1, part.num_rows)
+        for k in range(part.num_columns):
+            column = part.column(k)
+            if column.path_in_schema.split(".")[0] in names or column.path_in_schema in names:
+                values = max(1, _VALUES_AT_A_TIME * rows // max(1, column.num_values))
+                size = max(1, _BYTES_AT_A_TIME * rows // max(1, column.total_uncompressed_size))
+                most = min(most, size, values if column.num_values > rows else most)
+    return most
 
 
 def _cells_of(path: Path, name: str, column: Any, part: str, columns: Columns) -> Cells:
@@ -88,8 +121,9 @@ def _cells_of(path: Path, name: str, column: Any, part: str, columns: Columns) -
 
     kind = column.type
     if pa.types.is_dictionary(kind):
-        column = column.dictionary_decode()
-        kind = column.type
+        return _cells_of_dictionary(path, name, column, part, columns)
+    if pa.types.is_floating(kind):
+        column = _float_texts(name, column, part, columns)
     if pa.types.is_boolean(kind):
         column = column.cast(pa.uint8())
     elif pa.types.is_timestamp(kind) and part == "time":
@@ -104,7 +138,42 @@ def _cells_of(path: Path, name: str, column: Any, part: str, columns: Columns) -
     )
     if not any(test(kind) for test in known) and not (pa.types.is_timestamp(kind) and part == "time"):
         raise UserError(f"{path}: column {name} holds {kind}, not whole numbers or text")
-    texts = pc.fill_null(column.cast(pa.large_string()), "")
+    return _cells(pc.fill_null(column.cast(pa.large_string()), ""))
+
+
+def _cells_of_dictionary(path: Path, name: str, column: Any, part: str, columns: Columns) -> Cells:
+    """Return cells that share the dictionary's bytes, so that a text that many rows have is there once."""
+    import pyarrow as pa
+
+    values = _cells_of(path, name, column.dictionary, part, columns)
+    codes = column.indices.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
+    start = np.append(values.start, np.int32(0))  # -1, no value, is the last: an empty text
+    end = np.append(values.end, np.int32(0))
+    return Cells(values.data, start[codes], end[codes])
+
+
+def _float_texts(name: str, column: Any, part: str, columns: Columns) -> Any:
+    """Write floats out exactly: whole ids as whole numbers, no id where there is no number."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    narrow = column.type != pa.float64()
+    column = column.cast(pa.float64())
+    if part == "time":
+        if narrow:
+            columns.facts.note(f"{name} is kept as float32, 7 digits of each time: requests may fall together")
+        return column
+    texts = column.cast(pa.large_string())
+    values = column.fill_null(np.nan).to_numpy(zero_copy_only=False)
+    whole = (values == np.floor(values)) & (np.abs(values) < 2.0**63)
+    digits = pa.array(np.where(whole, values, 0).astype(np.int64)).cast(pa.large_string())
+    return pc.if_else(
+        pa.array(whole), digits, pc.if_else(pa.array(np.isnan(values)), pa.scalar("", pa.large_string()), texts)
+    )
+
+
+def _cells(texts: Any) -> Cells:
+    """Return a column of text, without nulls, as cells."""
     _, places, data = texts.buffers()
     ends = np.frombuffer(places, dtype=np.int64)[texts.offset : texts.offset + len(texts) + 1]
     flat = np.frombuffer(data, dtype=np.uint8) if data is not None else np.zeros(0, dtype=np.uint8)
@@ -131,8 +200,3 @@ def _lists(path: Path, name: str, column: Any, columns: Columns) -> tuple[Any, A
         cells = _cells_of(path, name, flat, "item", columns)
         return book.add_texts(cells.data, cells.start, cells.end), lengths
     raise UserError(f"{path}: column {name} holds lists of {flat.type}, not of ids")
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]

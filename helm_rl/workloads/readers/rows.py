@@ -54,6 +54,11 @@ class Facts:
     plain: bool = True  # one item a row
     notes: list[str] = field(default_factory=list)
 
+    def note(self, text: str) -> None:
+        """Add a step, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def saw_step(self, step_ns: int) -> None:
         """Take in the resolution of some times: that of all is the finest."""
         self.step_ns = step_ns if self.rows == 0 else min(self.step_ns, step_ns)

@@ -19,7 +19,8 @@ from helm_rl.workloads.readers.source import Progress, Source
 
 _ROWS_AT_A_TIME = 1 << 16
 _NUMBER = re.compile(r'"?[+-]?\d+(\.\d*)?"?')
-_NEGATIVE = 4  # state of a cell, beside those of delimited
+_NEGATIVE, _OTHER_UNIT = 4, 5  # states of a cell, beside those of delimited
+_NO_ITEMS, _BLOCKS = 8, 9  # states of a row, beside those of delimited
 _MAX_INT32 = 2**31 - 1
 _UNIX_S = (631_152_000, 4_102_444_800)  # 1990 to 2100
 _PARTS = ("time", "user", "item", "tenant", "tokens", "request")
@@ -55,7 +56,9 @@ class Columns:
         self.facts = facts
         self.guessed = guessed
         self._unit: str = "" if mapping.unit == "auto" else mapping.unit
-        self._checked = False
+        self._given = ""  # the unit that the file at hand states itself
+        self._unix = mapping.unix
+        self._sound_before = False  # times of an earlier piece bore the unit out
         self._number = 0  # rows so far, the time where there is none
 
     def take(
@@ -74,6 +77,8 @@ class Columns:
         """
         mapping, n = self.mapping, state.size
         bad = state.copy()
+        if extra is not None and extra.lengths is not None and not mapping.tokens:
+            bad[(bad == 0) & (extra.lengths == 0)] = _NO_ITEMS
         numbers: dict[str, npt.NDArray[np.uint64]] = {}
         plain: dict[str, tuple[int, int, int]] = {}
         time_ns: Int64Array | None = None
@@ -84,12 +89,14 @@ class Columns:
             found = np.zeros(n, dtype=np.uint8)
             if part == "time":
                 time_ns = self._times(path, column, found)
-                if mapping.unix and time_ns.size and time_ns.min() < 0:
+                if self._unix and time_ns.size and time_ns.min() < 0:
                     found[(time_ns < 0) & (found == 0)] = _NEGATIVE
             elif self._kind(part) == "text":
                 found[column.start == column.end] = 0 if part == "tenant" else delimited.EMPTY
                 if part == "user" and mapping.fresh_if_empty:
                     found[:] = 0
+                elif part == "user":
+                    delimited.mark_missing(column.data, column.start, column.end, found)
             else:
                 values = np.zeros(n, dtype=np.uint64)
                 plain[part] = delimited.parse_whole(column.data, column.start, column.end, values, found)
@@ -101,6 +108,8 @@ class Columns:
                         found[outside & (found == 0)] = delimited.RANGE
                     elif outside.any():
                         plain[part] = (1, 1, 1)
+                if part == "user" and self._kind(part) == "auto" and not mapping.fresh_if_empty:
+                    delimited.mark_missing(column.data, column.start, column.end, found)
                 if self._kind(part) == "auto":
                     odd = bool(plain[part][2]) or bool((found > delimited.EMPTY).any())
                     plain[part] = (*plain[part][:2], int(odd))
@@ -111,6 +120,8 @@ class Columns:
             if found.any():
                 fresh = (bad == 0) & (found > 0)
                 bad[fresh] = found[fresh] + 10 * (index + 1)
+        if mapping.blocks and mapping.item and "tokens" in numbers:
+            self._check_blocks(bad, numbers["tokens"], None if extra is None else extra.lengths)
         dropped = int(np.count_nonzero(bad))
         if dropped:
             self._account(path, cells, bad, place, faults)
@@ -141,8 +152,13 @@ class Columns:
         return rows, dropped
 
     def see_unit(self, unit: str) -> None:
-        """Take times to be in this unit, which the file itself says."""
-        self._unit = unit
+        """Take times to be in this unit, which the file itself says; "": as the mapping says."""
+        self._given = unit
+
+    def _check_blocks(self, bad: Bytes, tokens: npt.NDArray[np.uint64], lengths: Int32Array | None) -> None:
+        """Mark rows that have not as many content blocks as their tokens make."""
+        asked = -(-tokens.view(np.int64) // self.mapping.blocks)
+        bad[(bad == 0) & (asked != (1 if lengths is None else lengths))] = _BLOCKS
 
     def _kind(self, part: str) -> str:
         mapping = self.mapping
@@ -183,24 +199,30 @@ class Columns:
 
     def _times(self, path: Path, cells: Cells, found: Bytes) -> Int64Array:
         time_ns = np.empty(found.size, dtype=np.int64)
-        if not self._unit:
-            self._unit = self._unit_of(path, cells)
-            self.facts.unit = self._unit
-        if self._unit == "iso":
+        told = not self._unit and not self._given
+        if told:
+            self._unit = self.facts.unit = self._unit_of(path, cells)
+        unit = self._given or self._unit
+        if unit == "iso":
             zoneless, decimals = delimited.parse_iso_time(cells.data, cells.start, cells.end, time_ns, found)
             self.facts.zoneless += zoneless
             power = 9
         else:
-            power = UNIT_POWERS[self._unit]
+            power = UNIT_POWERS[unit]
             exponents, decimals = delimited.parse_decimal_time(
                 cells.data, cells.start, cells.end, power, time_ns, found
             )
             self.facts.exponents += exponents
         self.facts.saw_step(10 ** max(0, power - decimals))
-        if not self._checked and self.mapping.unix and self._unit != "iso" and (found == 0).any():
-            self._checked = True
-            self._check_unit(path, time_ns[found == 0])
+        if unit != "iso" and not self._given and (found == 0).any():
+            if told and self.mapping.unit == "auto":  # times that count from 1970 go on doing so
+                self._unix |= self._within(int(np.median(time_ns[found == 0])))
+            if self._unix:
+                self._check_unit(path, time_ns, found)
         return time_ns
+
+    def _within(self, time_ns: int) -> bool:
+        return _UNIX_S[0] <= time_ns // 10**9 < _UNIX_S[1]
 
     def _unit_of(self, path: Path, cells: Cells) -> str:
         """Tell the unit of times by the size of the middle one."""
@@ -214,23 +236,47 @@ class Columns:
         middle = abs(int(np.median(values[found == 0])))
         return "s" if middle < 10**11 else "ms" if middle < 10**14 else "us" if middle < 10**17 else "ns"
 
-    def _check_unit(self, path: Path, time_ns: Int64Array) -> None:
-        """Refuse times that make sense in another unit alone: the names are right, the data are others."""
-        power = UNIT_POWERS[self._unit]
-        middle = int(np.median(time_ns)) // 10**power
-        likely = [unit for unit, p in UNIT_POWERS.items() if _UNIX_S[0] <= middle * 10**p // 10**9 < _UNIX_S[1]]
-        if self._unit in likely:
+    def _check_unit(self, path: Path, time_ns: Int64Array, found: Bytes) -> None:
+        """Refuse times that make sense in another unit alone: the names are right, the data are others.
+
+        A few of them among others that are sound are marked in `found`.
+        """
+        sound = found == 0
+        low, high = _UNIX_S[0] * 10**9, min(_UNIX_S[1] * 10**9, 2**62)
+        outside = sound & ((time_ns < low) | (time_ns >= high))
+        if not outside.any():
+            self._sound_before = True
             return
+        middle = self._likely(int(np.median(time_ns[sound])))
         name = self.mapping.time
-        if likely:
-            said = f"{path}: its names are {self.mapping.name}'s, but {name} looks like {likely[0]}, not {self._unit}"
-            if self.guessed:
-                raise UserError(
-                    f"{said}; pass --format {self.mapping.name} to read it as {self._unit} all the same, or --map"
-                )
-            self.facts.notes.append(f"{name} looks like {likely[0]}, and was read as {self._unit}")
-        else:
-            self.facts.notes.append(f"{name} lies before 1990 or after 2100: is it in {self._unit}?")
+        if self._unit in middle:
+            self._sound_before = True
+            for first, last in self._elsewhere():
+                found[outside & (time_ns >= first) & (time_ns < last)] = _OTHER_UNIT
+            return
+        if not middle:
+            self.facts.note(f"{name} lies before 1990 or after 2100: is it in {self._unit}?")
+            return
+        if self._sound_before:
+            raise UserError(f"{path}: {name} is in {self._unit} at first, and looks like {middle[0]} further on")
+        if self.guessed:
+            raise UserError(
+                f"{path}: its names are {self.mapping.name}'s, but {name} looks like {middle[0]}, not {self._unit}; "
+                f"pass --format {self.mapping.name} to read it as {self._unit} all the same, or --map"
+            )
+        self.facts.note(f"{name} looks like {middle[0]}, and was read as {self._unit}")
+
+    def _likely(self, time_ns: int) -> list[str]:
+        """Return the units in which a time that was read in ours would lie between 1990 and 2100."""
+        value = time_ns // 10 ** UNIT_POWERS[self._unit]
+        return [unit for unit, power in UNIT_POWERS.items() if self._within(value * 10**power)]
+
+    def _elsewhere(self) -> list[tuple[int, int]]:
+        """Return, for each other unit, from where to where our times would lie between 1990 and 2100 in it."""
+        ours = 10 ** UNIT_POWERS[self._unit]
+        scales = [10**power for unit, power in UNIT_POWERS.items() if unit != self._unit]
+        spans = [(_UNIX_S[0] * 10**9 * ours // scale, _UNIX_S[1] * 10**9 * ours // scale) for scale in scales]
+        return [(low, min(high, 2**62)) for low, high in spans if low < 2**62]
 
     def _account(
         self, path: Path, cells: dict[str, Cells], bad: Bytes, place: Int64Array, faults: dict[int, tuple[str, str]]
@@ -242,6 +288,16 @@ class Columns:
             if code == 0:
                 continue
             line = int(place[row])
+            if code in (_NO_ITEMS, _BLOCKS):
+                item, tokens = self.mapping.item, self.mapping.tokens
+                cause = "no items" if code == _NO_ITEMS else f"{item} does not fit {tokens}"
+                said = (
+                    "a list without an item"
+                    if code == _NO_ITEMS
+                    else (f"not as many ids as {tokens} makes blocks of {self.mapping.blocks} tokens (--block-tokens)")
+                )
+                self.drops.add(cause, path, line, f", field {item}: {said}", count)
+                continue
             if code < 10:
                 cause, said = faults[code]
                 self.drops.add(cause, path, line, said.replace("{row}", str(row)), count)
@@ -259,6 +315,8 @@ class Columns:
         whole = f"a number of {unit}" if part == "time" and unit else "a whole number"
         if part == "time" and self._unit == "iso":
             whole = "a time like 2023-11-16 18:17:03.9799600"
+        if state == _OTHER_UNIT:
+            return "in another unit", f"makes sense in another unit alone, not in {self._unit}"
         if state == _NEGATIVE:
             return "before 1970", "lies before 1970"
         if state == delimited.EMPTY:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from helm_rl.errors import UserError
 from helm_rl.workloads.generate import generate
-from helm_rl.workloads.trace import Segment, Trace, TraceMeta, TracePhase, gather, running_total
+from helm_rl.workloads.trace import Segment, Trace, TraceMeta, TracePhase, gather
 from tests.helm_rl.workloads.loads import flash_sale, scenario
 
 SECOND = 1_000_000_000
@@ -420,9 +420,7 @@ def test_between_cuts_requests_items_phases_and_the_measured_part() -> None:
         trace.between(700 * SECOND, 800 * SECOND)
 
 
-def test_gather_and_running_total() -> None:
+def test_gather() -> None:
     offsets, values = gather(np.array([0, 2, 2, 5]), np.array([1, 2, 3, 4, 5]), np.array([2, 0, 1, 0]))
     assert offsets.tolist() == [0, 3, 5, 5, 7]
     assert values.tolist() == [3, 4, 5, 1, 2, 1, 2]
-    total = running_total(np.array([7, 3, 7, 3, 7]), np.array([1, 10, 2, 20, 4]))
-    assert total.tolist() == [1, 10, 3, 30, 7]

@@ -1,0 +1,179 @@
+"""Logs that once made a crash, an unsound trace or a wrong one: wide rows, missing ids, changing units, odd types."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from helm_rl.errors import UserError
+from helm_rl.workloads.readers import jsonl, parquet, parse_mapping, read_trace
+from helm_rl.workloads.trace import StringIds, Trace
+from tests.helm_rl.workloads.test_readers import T0, log, row
+
+PLAIN = "time=t:s,user=u,item=i"
+
+
+def lines(folder: Path, *objects: object, name: str = "log.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in objects))
+    return path
+
+
+def table(folder: Path, columns: dict[str, Any], name: str = "log.parquet") -> Path:
+    path = folder / name
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def read(path: Path | list[Path], mapping: str = PLAIN, **options: Any) -> Trace:
+    return read_trace(path, mapping=parse_mapping(mapping), **options)
+
+
+def dropped(trace: Trace) -> dict[str, int]:
+    return {cause.split(" (first")[0]: count for cause, count in trace.meta.dropped.items()}
+
+
+def users(trace: Trace) -> list[str]:
+    assert isinstance(trace.user_ids, StringIds)
+    return trace.user_ids.tolist()
+
+
+def test_a_batch_of_lines_is_cut_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    pack = jsonl._pack
+    monkeypatch.setattr(jsonl, "_pack", lambda texts: packed.append(sum(map(len, texts))) or pack(texts))
+    path = lines(tmp_path, *({"t": i, "u": f"{i:06}" * 50_000, "i": 1} for i in range(120)))
+    trace = read(path)
+    assert len(trace) == trace.meta.users == 120
+    assert max(packed) < 20 << 20
+
+
+def test_texts_that_many_rows_share_are_held_once(tmp_path: Path) -> None:
+    texts = pa.DictionaryArray.from_arrays(np.zeros(20_000, np.int32), ["x" * 40_000]).cast(pa.string())
+    path = table(tmp_path, {"t": np.arange(20_000), "u": texts, "i": np.arange(20_000)})
+    trace = read(path)
+    assert users(trace) == ["x" * 40_000]
+
+
+def test_lists_are_read_by_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_VALUES_AT_A_TIME", 1000)
+    path = table(tmp_path, {"t": np.arange(50), "u": np.arange(50), "i": [[0] * 400] * 50})
+    assert parquet._batch_rows(pq.read_metadata(path), ["t", "u", "i"]) == 2
+    assert int(read(path).history_tokens.sum()) == 50 * 400
+
+
+@pytest.mark.parametrize("text", ["user=@item", "user=@second", "user=@foo,item=x", "item=@i", "tokens=@item"])
+def test_marks_of_ours_are_no_columns(text: str) -> None:
+    with pytest.raises(UserError, match="cannot begin with @"):
+        parse_mapping(f"time=t,{text}")
+
+
+def test_rows_without_items_are_dropped_where_items_make_the_history(tmp_path: Path) -> None:
+    rows = [{"t": 0, "u": 1, "i": []}, {"t": 1, "u": 1, "i": [5]}, {"t": 2, "u": 1, "i": [6, 7]}]
+    made = [read(lines(tmp_path, *rows)), read(table(tmp_path, {k: [r[k] for r in rows] for k in "tui"}))]
+    for trace in made:
+        assert dropped(trace) == {"no items": 1}
+        assert trace.history_tokens.tolist() == [1, 3]
+
+
+def test_lone_surrogates_are_no_ids(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path,
+        '{"t": 0, "u": "\\ud800", "i": "a", "c": "x"}',
+        '{"t": 1, "u": "v", "i": "\\udfff", "c": "x"}',
+        '{"t": 2, "u": "v", "i": "a", "c": "\\ud800"}',
+        *({"t": 3 + k, "u": "\U0001f600", "i": "a", "c": "x"} for k in range(4)),
+    )
+    trace = read(path, PLAIN + ",tenant=c")
+    assert dropped(trace) == {"u is not text": 1, "i is not text": 1, "c is not text": 1}
+    trace.save(tmp_path / "t.parquet")
+    assert users(Trace.load(tmp_path / "t.parquet")) == ["\U0001f600"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_blocks_are_checked_in_every_kind_of_file(tmp_path: Path, kind: str) -> None:
+    columns = {"t": [0, 1, 2], "u": [1, 1, 1], "i": [5, 6, 7], "n": [16, 17, 3]}
+    path = table(tmp_path, columns)
+    if kind == "csv":
+        path = tmp_path / "log.csv"
+        path.write_text("t,u,i,n\n" + "".join(f"{t},1,{i},{n}\n" for t, _, i, n in zip(*columns.values(), strict=True)))
+    trace = read(path, PLAIN + ",tokens=n,blocks=16", requests="row")
+    assert dropped(trace) == {"i does not fit n": 1}
+    assert trace.history_tokens.tolist() == [16, 3]
+
+
+def test_the_unit_is_checked_in_every_file_and_piece(tmp_path: Path) -> None:
+    first = log(tmp_path, *(row(1, i, T0 + i) for i in range(9)), name="log_standard_1.csv")
+    second = log(tmp_path, *(row(1, i, T0 // 1000 + i) for i in range(9)), name="log_standard_2.csv")
+    for paths in ([first, second], [second, first]):
+        with pytest.raises(UserError, match="looks like s"):
+            read_trace(paths)
+    mixed = log(tmp_path, *(row(1, i, T0 + i) for i in range(9)), row(2, 1, T0 // 1000))
+    trace = read_trace(mixed)
+    assert dropped(trace) == {"time_ms in another unit": 1}
+    assert trace.meta.origin_ns == T0 * 10**6
+
+
+def test_a_unit_told_by_the_first_piece_holds_for_all(tmp_path: Path) -> None:
+    first = lines(tmp_path, *({"t": T0 + i, "u": 1, "i": i} for i in range(5)), name="a.jsonl")
+    second = lines(tmp_path, *({"t": T0 // 1000 + i, "u": 1, "i": i} for i in range(5)), name="b.jsonl")
+    with pytest.raises(UserError, match="t is in ms at first, and looks like s further on"):
+        read([first, second], "time=t,user=u,item=i")
+
+
+def test_a_column_of_timestamps_says_nothing_of_the_next_file(tmp_path: Path) -> None:
+    stamps = pa.array([T0 * 1000], pa.timestamp("us"))
+    first = table(tmp_path, {"t": stamps, "u": [1], "i": [1]}, "a.parquet")
+    second = table(tmp_path, {"t": [T0 // 1000 + 5], "u": [1], "i": [2]}, "b.parquet")
+    trace = read([first, second])
+    assert trace.arrival_ns.tolist() == [0, (T0 // 1000 + 5) * 10**9 - T0 * 10**6]
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    pq.write_table(
+        pa.Table.from_arrays([pa.array([0]), pa.array([1]), pa.array([2]), pa.array([3])], list("tuui")), path
+    )
+    with pytest.raises(UserError, match="column u is there 2 times"):
+        read(path)
+
+
+def test_floats_in_parquet_are_exact(tmp_path: Path) -> None:
+    times = np.array([1649675512.388, 1649675999.0, 1649676999.0], np.float32)
+    path = table(tmp_path, {"t": times, "u": [7.0, float("nan"), 2.5], "i": [1.0, 2.0, 2.0**60]})
+    trace = read(path)
+    assert dropped(trace) == {"u empty": 1}
+    assert users(trace) == ["2.5", "7"]
+    assert np.asarray(trace.item_ids).tolist() == [1, 2**60]
+    assert trace.meta.origin_ns == int(times[0]) * 10**9
+    assert any("float32" in step for step in trace.meta.steps)
+
+
+def test_ids_of_text_keep_their_blanks(tmp_path: Path) -> None:
+    path = lines(tmp_path, *({"t": i, "u": u, "i": 1} for i, u in enumerate((" 7", "7 ", "7", 7, "x"))))
+    trace = read(path)
+    assert users(trace) == [" 7", "7", "7 ", "x"]
+    assert "u has numbers and text; a number and the text of its digits are one id" in trace.meta.steps
+
+
+def test_a_key_that_is_there_twice_is_no_request(tmp_path: Path) -> None:
+    path = lines(tmp_path, '{"t": 0, "u": 1, "u": 2, "i": 1}', *({"t": i, "u": 1, "i": 1} for i in range(3)))
+    assert dropped(read(path)) == {"a key given twice": 1}
+    with pytest.raises(UserError, match="line 1: key 'u' is given twice"):
+        read(path, strict=True)
+
+
+@pytest.mark.parametrize("word", ["NA", "NULL", "null", "NaN", "None", "\\N", ""])
+@pytest.mark.parametrize("kind", ["", ":text"])
+def test_a_user_that_is_missing_is_dropped(tmp_path: Path, word: str, kind: str) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text(f"t,u,i\n0,{word},1\n1,5,2\n2,6,NAN\n")
+    trace = read(path, f"time=t:s,user=u{kind},item=i")
+    assert dropped(trace) == {"u empty": 1}
+    assert [str(one) for one in np.asarray(trace.user_ids.tolist() if trace.user_ids is not None else [])] == ["5", "6"]

@@ -21,7 +21,7 @@ from helm_rl.scenario import Load, load_scenario
 from helm_rl.workloads.generate import generate as generate_trace
 from helm_rl.workloads.inspect import TraceSummary, summarise
 from helm_rl.workloads.trace import Trace
-from helm_rl.workloads.wording import TextTable, history_rows, rows, tables
+from helm_rl.workloads.wording import TextTable, history_rows, rate_in_words, rows, tables
 
 _WIDTH = 118  # columns where stdout is no terminal
 
@@ -166,7 +166,7 @@ def _save(trace: Trace, path: Path, overwrite: bool) -> None:
         trace.save(path, overwrite)
     seconds = (trace.end_ns - trace.meta.phases[0].start_ns) / 1e9
     print(
-        f"{path}: {len(trace):,} requests in {seconds:,.1f} s, {len(trace) / seconds:,.2f}/s; "
+        f"{path}: {len(trace):,} requests in {seconds:,.1f} s, {rate_in_words(len(trace) / seconds)}; "
         f"{path.stat().st_size / 2**20:,.1f} MiB"
     )
 

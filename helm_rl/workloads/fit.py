@@ -20,7 +20,7 @@ import numpy.typing as npt
 from helm_rl.errors import UserError
 from helm_rl.scenario import LoadSection, Scenario
 from helm_rl.workloads.generate import generate
-from helm_rl.workloads.inspect import RETURN_NS, dispersion, gaps_to_previous
+from helm_rl.workloads.inspect import RETURN_NS, clock_step_s, dispersion, gaps_to_previous, quantile, suits
 from helm_rl.workloads.popularity import fit_zipf
 from helm_rl.workloads.trace import Trace
 
@@ -89,7 +89,7 @@ def measure(trace: Trace, step_s: float = 0.0, items: bool = True) -> Statistics
     law = fit_zipf(references)
     top = np.sort(references)[::-1][: -(-references.size // 100)]
     history = trace.history_tokens
-    windows = tuple(window for window in WINDOWS_S if _suits(window, step_s))
+    windows = tuple(window for window in WINDOWS_S if suits(window, step_s))
     appended = trace.new_tokens[again] if again.any() else trace.new_tokens
     return Statistics(
         rate_per_s=len(trace) / ((trace.end_ns - trace.meta.phases[0].start_ns) / 1e9),
@@ -101,23 +101,15 @@ def measure(trace: Trace, step_s: float = 0.0, items: bool = True) -> Statistics
         users=int(np.unique(trace.user).size),
         returning=float(again.mean()),
         hot_user_ratio=float((again & (gap_ns <= RETURN_NS)).mean()),
-        pause_p50_s=float(np.quantile(pauses, 0.5)) if pauses.size else None,
-        pause_p90_s=float(np.quantile(pauses, 0.9)) if pauses.size else None,
-        short_pause_p50_s=float(np.median(short)) if short.size else None,
+        pause_p50_s=quantile(pauses, 0.5) if pauses.size else None,
+        pause_p90_s=quantile(pauses, 0.9) if pauses.size else None,
+        short_pause_p50_s=quantile(short, 0.5) if short.size else None,
         history_mean=float(history.mean()),
-        history_p50=float(np.quantile(history, 0.5)),
-        history_p90=float(np.quantile(history, 0.9)),
+        history_p50=quantile(history, 0.5),
+        history_p90=quantile(history, 0.9),
         history_log_sd=float(np.log(np.maximum(history, 1)).std()),
         new_tokens_mean=float(appended.mean()) if trace.new_tokens.any() else None,
     )
-
-
-def _suits(window_s: float, step_s: float) -> bool:
-    """Tell whether a clock's step does not show in the counts of windows: they are many steps long, or whole ones."""
-    if step_s == 0 or window_s >= 10 * step_s:
-        return True
-    steps = window_s / step_s
-    return steps > 0.5 and abs(steps - round(steps)) < 1e-6
 
 
 def fit(trace: Trace, name: str, slo_ms: float = 100.0, doing: Callable[[str], None] = lambda _: None) -> Fit:
@@ -150,15 +142,6 @@ def fit(trace: Trace, name: str, slo_ms: float = 100.0, doing: Callable[[str], N
     doing("generating a trace to compare")
     generated = _mean([measure(generate(base, _SEED + 1 + i), step_s) for i in range(_SHOWN)])
     return Fit(base, measured, generated, kind, tuple(notes))
-
-
-def clock_step_s(trace: Trace) -> float:
-    """Return the step of a clock that lets many requests come at one instant, in s; 0 where few do."""
-    pauses = np.diff(trace.arrival_ns)
-    apart = pauses[pauses > 0]
-    if apart.size < 10 or np.count_nonzero(pauses == 0) < 0.3 * pauses.size:
-        return 0.0
-    return float(np.median(apart) / 1e9)
 
 
 def distances(fit: Fit) -> dict[str, tuple[float, float, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ GAP_EDGES_S = (1.0, 10.0, 60.0, 300.0, 1800.0)
 DISPERSION_WINDOWS_S = (0.1, 1.0, 10.0, 60.0, 600.0, 3600.0)
 _LEAST_WINDOWS = 10
 _MOST_WINDOWS = 120  # that a trace is cut into for what changes over time
+_LEAST_SPAN_NS = 1_000_000  # of which a rate is told
 _POINTS = 80  # of a curve that is drawn
 
 
@@ -71,7 +73,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class OverTime:
-    """What changes over time: one number for each of k consecutive windows; None where a window has no request."""
+    """What changes over time: one number for each of k consecutive windows; None where a window has no request.
+
+    The last window is what is left, half of window_s to one and a half of it.
+    """
 
     window_s: float
     start_s: list[float]
@@ -107,10 +112,11 @@ class TraceSummary:
     measure_from_s: float
     requests: int
     measured_requests: int
-    rate_mean: float
+    rate_mean: float | None  # None: all come within a millisecond
+    clock_step_s: float  # of the clock that lets many requests come at one instant; 0: few do
     rate_peak_1s: float  # in the busiest second, wherever it starts
     rate_peak_10s: float
-    dispersion: dict[str, float]  # by window in s: variance of the requests in it over their mean; 1 for Poisson
+    dispersion: dict[str, float]  # by window in s that suits the clock: variance of its requests over mean; Poisson: 1
     same_instant: float  # share of requests that come at the instant of the one before
     repeated: int  # requests of a user at the instant of his one before
     users: int  # that come at least once
@@ -136,7 +142,9 @@ class TraceSummary:
     gap_points: Points  # share of pauses up to x s
     history_points: Points  # share of requests with a history of up to x tokens
     phases: tuple[PhaseSummary, ...]
-    segments: int
+    shrinking: int  # requests whose history is shorter than at their user's one before
+    segments: int  # of the measured part
+    empty_segments: int
     steps: tuple[str, ...]
     dropped: dict[str, int]
 
@@ -151,8 +159,11 @@ def summarise(trace: Trace, doing: Callable[[str], None] = lambda _: None) -> Tr
     meta, arrival_ns = trace.meta, trace.arrival_ns
     start_ns, end_ns = meta.phases[0].start_ns, trace.end_ns
     doing("users and their pauses")
+    previous = previous_requests(trace.user)
     gap_ns = gaps_to_previous(arrival_ns, trace.user)
     returns = gap_ns >= 0
+    step_s = clock_step_s(trace)
+    span_ns = end_ns - start_ns
     gap_s = gap_ns[returns] / 1e9
     measured = arrival_ns >= meta.measure_from_ns
     hot = returns & (gap_ns <= RETURN_NS)
@@ -165,7 +176,9 @@ def summarise(trace: Trace, doing: Callable[[str], None] = lambda _: None) -> Tr
     doing("miss-ratio curve of the KV cache")
     kv = _curve(kv_curve(trace))
     doing("working sets")
-    over_time = _over_time(trace, hot)
+    over_time = _over_time(trace, hot, step_s)
+    segments = trace.segments()
+    filled = np.unique(np.searchsorted([one.start_ns for one in segments], arrival_ns[measured], side="right")).size
     doing("the rest")
     return TraceSummary(
         name=meta.name,
@@ -180,10 +193,11 @@ def summarise(trace: Trace, doing: Callable[[str], None] = lambda _: None) -> Tr
         measure_from_s=meta.measure_from_ns / 1e9,
         requests=len(trace),
         measured_requests=int(np.count_nonzero(measured)),
-        rate_mean=len(trace) / ((end_ns - start_ns) / 1e9),
+        rate_mean=len(trace) / (span_ns / 1e9) if span_ns >= _LEAST_SPAN_NS else None,
+        clock_step_s=step_s,
         rate_peak_1s=_peak(arrival_ns, 1_000_000_000),
         rate_peak_10s=_peak(arrival_ns, 10_000_000_000) / 10,
-        dispersion=dispersion(trace),
+        dispersion=dispersion(trace, tuple(window for window in DISPERSION_WINDOWS_S if suits(window, step_s))),
         same_instant=float(np.count_nonzero(arrival_ns[1:] == arrival_ns[:-1]) / len(trace)),
         repeated=int(np.count_nonzero(gap_ns == 0)),
         users=visits.size,
@@ -198,7 +212,7 @@ def summarise(trace: Trace, doing: Callable[[str], None] = lambda _: None) -> Tr
         returning=float(returns.mean()),
         hot_user_ratio=float(hot[measured].mean()) if measured.any() else 0.0,
         return_gap_s=_distribution(gap_ns[returns], 1e9),
-        return_gap_shares=_gap_shares(gap_s),
+        return_gap_shares=_gap_shares(gap_s, step_s),
         requests_per_user=_distribution(visits),
         history_tokens=_distribution(trace.history_tokens),
         new_tokens=_distribution(trace.new_tokens),
@@ -209,7 +223,9 @@ def summarise(trace: Trace, doing: Callable[[str], None] = lambda _: None) -> Tr
         gap_points=_shares_up_to(gap_s),
         history_points=_shares_up_to(trace.history_tokens),
         phases=_phases(trace),
-        segments=len(trace.segments()),
+        shrinking=int(np.count_nonzero(trace.history_tokens[returns] < trace.history_tokens[previous[returns]])),
+        segments=len(segments),
+        empty_segments=len(segments) - filled,
         steps=meta.steps,
         dropped=meta.dropped,
     )
@@ -246,11 +262,40 @@ def returning(trace: Trace) -> npt.NDArray[np.bool_]:
 
 def gaps_to_previous(arrival_ns: Int64Array, user: Int64Array) -> Int64Array:
     """Return the time since the user's previous request, or -1 at his first; int64 (n,), ns."""
+    previous = previous_requests(user)
+    return np.where(previous >= 0, arrival_ns - arrival_ns[previous], -1)
+
+
+def previous_requests(user: Int64Array) -> Int64Array:
+    """Return the place of the user's previous request, or -1 at his first; int64 (n,)."""
     order = np.argsort(user, kind="stable")
-    gap = np.full(user.size, -1, dtype=np.int64)
+    previous = np.full(user.size, -1, dtype=np.int64)
     same = user[order][1:] == user[order][:-1]
-    gap[order[1:][same]] = np.diff(arrival_ns[order])[same]
-    return gap
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
+
+
+def clock_step_s(trace: Trace) -> float:
+    """Return the step of a clock that lets many requests come at one instant, in s; 0 where few do."""
+    pauses = np.diff(trace.arrival_ns)
+    apart = pauses[pauses > 0]
+    if apart.size < 10 or np.count_nonzero(pauses == 0) < 0.3 * pauses.size:
+        return 0.0
+    return float(np.median(apart) / 1e9)
+
+
+def suits(window_s: float, step_s: float) -> bool:
+    """Tell whether a clock's step does not show in the counts of windows: they are many steps long, or whole ones."""
+    if step_s == 0 or window_s >= 10 * step_s:
+        return True
+    steps = window_s / step_s
+    return steps > 0.5 and abs(steps - round(steps)) < 1e-6
+
+
+def quantile(values: npt.NDArray[Any], share: float) -> float:
+    """Return the least of the values, (n,) with n above 0, that at least this share of them does not exceed."""
+    rank = max(0, math.ceil(share * values.size) - 1)
+    return float(np.partition(values, rank)[rank])
 
 
 def _peak(arrival_ns: Int64Array, window_ns: int) -> float:
@@ -262,13 +307,13 @@ def _peak(arrival_ns: Int64Array, window_ns: int) -> float:
 def _distribution(values: npt.NDArray[Any], unit: float = 1.0) -> Distribution:
     if values.size == 0:
         return Distribution(None, None, None, None, None, None, None)
-    ranks = [0] + [max(0, int(np.ceil(q * values.size)) - 1) for q in (0.1, 0.5, 0.9, 0.99)] + [values.size - 1]
-    found = np.partition(values, sorted(set(ranks)))[ranks] / unit
-    return Distribution(float(values.mean() / unit), *map(float, found))
+    found = [quantile(values, share) / unit for share in (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)]
+    return Distribution(float(values.mean() / unit), *found)
 
 
-def _gap_shares(gap_s: npt.NDArray[np.float64]) -> dict[str, float]:
-    edges = [0.0, *GAP_EDGES_S]
+def _gap_shares(gap_s: npt.NDArray[np.float64], step_s: float) -> dict[str, float]:
+    """Return the share of pauses in each class; those that the clock cannot tell apart are one."""
+    edges = [0.0, *(edge for edge in GAP_EDGES_S if edge >= step_s)]
     labels = [f"{low:g} to {high:g} s" for low, high in itertools.pairwise(edges)]
     counts = np.histogram(gap_s, [*edges, np.inf])[0] / max(1, gap_s.size)
     return dict(zip([*labels, f"over {edges[-1]:g} s"], counts.tolist(), strict=True))
@@ -284,25 +329,31 @@ def _curve(found: MissRatioCurve) -> Curve:
     )
 
 
-def _window_ns(span_ns: int) -> int:
-    """Return a round length of time that fits into the span at most _MOST_WINDOWS times."""
+def _window_ns(span_ns: int, step_s: float) -> int:
+    """Return a round length of time that suits the clock and fits into the span at most _MOST_WINDOWS times."""
     unit = 1_000_000
     while True:
         for factor in (1, 2, 5):
-            if span_ns <= _MOST_WINDOWS * unit * factor:
+            if span_ns <= _MOST_WINDOWS * unit * factor and suits(unit * factor / 1e9, step_s):
                 return unit * factor
         unit *= 10
 
 
-def _over_time(trace: Trace, hot: npt.NDArray[np.bool_]) -> OverTime:
+def _over_time(trace: Trace, hot: npt.NDArray[np.bool_], step_s: float) -> OverTime:
     start_ns, end_ns = trace.meta.phases[0].start_ns, trace.end_ns
-    window_ns = _window_ns(end_ns - start_ns)
-    edges_ns = np.arange(start_ns, end_ns, window_ns)
+    # Requests at the last tick of a coarse clock came at any time until the next.
+    step_ns = max(1, round(step_s * 1e9))
+    end_ns = start_ns + -(-(end_ns - start_ns) // step_ns) * step_ns
+    window_ns = _window_ns(end_ns - start_ns, step_s)
+    # What is left at the end is a window of its own only if it is long enough for a rate: a trace may end on an edge.
+    windows = max(1, (end_ns - start_ns + window_ns // 2) // window_ns)
+    edges_ns = start_ns + np.arange(windows) * window_ns
+    lengths_s = np.diff(np.append(edges_ns, max(end_ns, start_ns + window_ns // 2))) / 1e9
     bounds = np.append(np.searchsorted(trace.arrival_ns, edges_ns), len(trace)).tolist()
     rate, ratio, mean, items, users, tokens = [], [], [], [], [], []
     for i, (low, high) in enumerate(itertools.pairwise(bounds)):
         some = high > low
-        rate.append((high - low) / (min(window_ns, end_ns - int(edges_ns[i])) / 1e9))
+        rate.append((high - low) / float(lengths_s[i]))
         ratio.append(float(hot[low:high].mean()) if some else None)
         mean.append(float(trace.history_tokens[low:high].mean()) if some else None)
         named = trace.item_values[trace.item_offsets[low] : trace.item_offsets[high]]

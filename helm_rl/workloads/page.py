@@ -12,7 +12,8 @@ from helm_rl import __version__
 from helm_rl.files import write_text
 from helm_rl.workloads import plots
 from helm_rl.workloads.inspect import Curve, TraceSummary
-from helm_rl.workloads.wording import rows, tables
+from helm_rl.workloads.popularity import LEAST_COUNT
+from helm_rl.workloads.wording import curves_in_words, rate_in_words, rows, tables, things
 
 
 @dataclass(frozen=True)
@@ -70,21 +71,30 @@ def _duration(seconds: float) -> str:
 
 
 def _tiles(summary: TraceSummary) -> Iterator[tuple[str, str]]:
-    yield f"{summary.rate_mean:,.1f}/s", f"requests, mean; busiest 10 s: {summary.rate_peak_10s:,.1f}/s"
+    if summary.rate_mean is None:
+        yield "–", "rate: all requests come within a millisecond"
+    else:
+        yield (
+            rate_in_words(summary.rate_mean),
+            f"requests, mean; busiest 10 s: {summary.rate_peak_10s:,.1f}/s",
+        )
     yield f"{summary.users:,}", f"users; {summary.returning:.0%} of requests are by one seen before"
-    yield f"{summary.items:,}", f"items, named {summary.item_references:,} times"
+    if summary.items:
+        yield f"{summary.items:,}", f"{things(summary)}, named {summary.item_references:,} times"
+    else:
+        yield "–", "no request names an item"
     yield (
         f"{summary.history_tokens.mean or 0:,.0f}",
         f"tokens of history, mean; P99: {summary.history_tokens.p99 or 0:,.0f}",
     )
     if summary.popularity is None:
-        yield "–", "Zipf exponent: too few items are named often enough"
+        yield "–", "Zipf exponent: too few are named often enough" if summary.items else "Zipf exponent: no items"
     else:
         fits = "fits" if summary.popularity.fits else "does not fit"
-        yield f"{summary.popularity.exponent:.2f}", f"Zipf exponent of the items; the law {fits}"
+        yield f"{summary.popularity.exponent:.2f}", f"Zipf exponent of the {things(summary)}; the law {fits}"
     window, value = max(summary.dispersion.items(), key=lambda found: float(found[0]), default=("", None))
     if value is None:
-        yield "–", "index of dispersion: the trace is too short"
+        yield "–", "index of dispersion: the trace is too short, or its clock too coarse"
     else:
         yield f"{value:,.1f}", f"index of dispersion in windows of {window} s (Poisson: 1)"
 
@@ -94,13 +104,20 @@ def _plots(summary: TraceSummary) -> list[Plot]:
     shaded = " Shaded: a phase that adds load." if len(summary.phases) > 1 else ""
     window = f"{over.window_s:g} s"
     fit = summary.popularity
+    blocks = summary.content == "blocks"
+    unit = (
+        f"content blocks of {summary.block_tokens} tokens"
+        if blocks
+        else "items (an item is several embedding rows, as the model has it)"
+    )
     return [
         _plot(
             "rate",
             "Load over time",
             plots.over_time,
             summary,
-            f"Requests per second in windows of {window}: {min(over.rate_per_s):,.1f} to {max(over.rate_per_s):,.1f}; "
+            f"Requests per second in windows of {window}: {rate_in_words(min(over.rate_per_s))} to "
+            f"{rate_in_words(max(over.rate_per_s))}; "
             f"and the hot-user ratio, {summary.hot_user_ratio:.1%} on the whole.",
             f"Above: requests per second, in windows of {window}. Below: the hot-user ratio, the share of requests "
             f"whose user came within the 60 s before.{shaded}",
@@ -110,11 +127,10 @@ def _plots(summary: TraceSummary) -> list[Plot]:
             "Working sets of both caches",
             plots.working_sets,
             summary,
-            f"Distinct items per window of {window}: {min(over.items):,} to {max(over.items):,}; tokens of the "
-            f"histories of its users: {min(over.history_tokens):,} to {max(over.history_tokens):,}.",
-            f"What each window of {window} touches. Above: distinct items (an item is several embedding rows, "
-            "as the model has it). Below: tokens of the histories of its distinct users, which the KV cache would "
-            f"hold.{shaded}",
+            f"Distinct {things(summary)} per window of {window}: {min(over.items):,} to {max(over.items):,}; tokens "
+            f"of the histories of its users: {min(over.history_tokens):,} to {max(over.history_tokens):,}.",
+            f"What each window of {window} touches. Above: distinct {unit}. Below: tokens of the histories "
+            f"of its distinct users, which the KV cache would hold.{shaded}",
         ),
         _plot(
             "misses",
@@ -123,18 +139,21 @@ def _plots(summary: TraceSummary) -> list[Plot]:
             summary,
             f"Miss ratio over size. Embedding cache: {_ends(summary.embedding_curve)}. "
             f"KV cache: {_ends(summary.kv_curve)}.",
-            "LRU caches from empty: references to items that are not found, and tokens of histories that are not "
-            f"found, first uses and new tokens included. {_sampled(summary)}",
+            f"LRU caches from empty: references to {things(summary)} that are not found, and tokens of histories that "
+            f"are not found, first uses and new tokens included.{_band(summary)} {curves_in_words(summary)}",
         ),
         _plot(
             "popularity",
-            "Popularity of items",
+            f"Popularity of {things(summary)}",
             plots.popularity,
             summary,
             "Times named over rank" + ("." if fit is None else f", beside a Zipf law of exponent {fit.exponent:.2f}."),
-            "The law was fitted by maximum likelihood to the items named at least 10 times; ranks beyond are chance."
+            f"The law was fitted by maximum likelihood to the {things(summary)} named at least {LEAST_COUNT} times; "
+            "ranks beyond are chance."
             if fit is not None
-            else "Too few items are named at least 10 times to fit a law.",
+            else f"Too few are named at least {LEAST_COUNT} times to fit a law."
+            if summary.items
+            else "No request names an item.",
         ),
         _plot(
             "returns",
@@ -142,7 +161,8 @@ def _plots(summary: TraceSummary) -> list[Plot]:
             plots.pauses_and_histories,
             summary,
             "Share of pauses between a user's requests up to a length, and of requests by the length of the history.",
-            "Left: pauses between two requests of one user. Right: tokens of the user's history, per request.",
+            f"Left: pauses between two requests of one user{_unresolved(summary)}. "
+            "Right: tokens of the user's history, per request.",
         ),
     ]
 
@@ -153,11 +173,18 @@ def _ends(curve: Curve | None) -> str:
     return f"{curve.miss_ratio[0]:.2f} at the smallest size to {curve.miss_ratio[-1]:.2f} at {curve.size[-1]:,.0f}"
 
 
-def _sampled(summary: TraceSummary) -> str:
-    rates = [curve.rate for curve in (summary.embedding_curve, summary.kv_curve) if curve is not None]
-    if min(rates) == 1:
-        return "Every key was followed, so the curves are exact."
-    return f"{min(rates):.1%} of the keys or more were followed (SHARDS); the band is two standard errors on each side."
+def _band(summary: TraceSummary) -> str:
+    curves = [curve for curve in (summary.embedding_curve, summary.kv_curve) if curve is not None]
+    return " The band is two standard errors on each side." if any(curve.rate < 1 for curve in curves) else ""
+
+
+def _unresolved(summary: TraceSummary) -> str:
+    """Say where pauses of nothing stand, which a logarithmic axis has no place for."""
+    none = sum(x == 0 for x in summary.gap_points.x)
+    if none < 2:
+        return ""
+    step = f", less than the clock's step of {summary.clock_step_s:g} s," if summary.clock_step_s else ""
+    return f"; those of 0{step} stand at the left end"
 
 
 def _plot(name: str, title: str, draw: plots.Draw, summary: TraceSummary, alt: str, caption: str) -> Plot:

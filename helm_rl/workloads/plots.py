@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from helm_rl.workloads.inspect import Curve, TraceSummary
+from helm_rl.workloads.wording import things
 
 WIDE_IN = 8.0
 NARROW_IN = 3.7
@@ -96,7 +97,7 @@ def working_sets(summary: TraceSummary, narrow: bool) -> Figure:
     figure, (above, below) = _two(narrow, shared=True)
     over = summary.over_time
     above.step(over.start_s, over.items, where="post", color=FIRST, linewidth=1.5)
-    above.set_ylabel("items")
+    above.set_ylabel(things(summary))
     below.step(over.start_s, over.history_tokens, where="post", color=SECOND, linewidth=1.5)
     below.set_ylabel("tokens")
     _finish_times(summary, above, below)
@@ -107,7 +108,7 @@ def miss_ratios(summary: TraceSummary, narrow: bool) -> Figure:
     """Miss ratio over size, with a band of two standard errors."""
     figure, (left, right) = _two(narrow, shared=False)
     for axes, curve, colour, label in (
-        (left, summary.embedding_curve, FIRST, "embedding cache (items)"),
+        (left, summary.embedding_curve, FIRST, f"embedding cache ({things(summary)})"),
         (right, summary.kv_curve, SECOND, "KV cache (tokens of history)"),
     ):
         _miss_ratio(axes, curve, colour)
@@ -121,12 +122,12 @@ def popularity(summary: TraceSummary, narrow: bool) -> Figure:
     figure = Figure(figsize=(NARROW_IN if narrow else WIDE_IN, 3.0), layout="constrained")
     axes = figure.subplots()
     points, fit = summary.popularity_points, summary.popularity
-    axes.set_xlabel("rank of the item")
+    axes.set_xlabel(f"rank among {things(summary)}")
     axes.set_ylabel("times named")
     if not points.x:
         _nothing(axes)
         return figure
-    axes.plot(points.x, points.y, "o", color=FIRST, markersize=3.5, label="items")
+    axes.plot(points.x, points.y, "o", color=FIRST, markersize=3.5, label=things(summary))
     if fit is not None:
         rank = np.geomspace(1, fit.ranks, 60)
         weights = rank**-fit.exponent
@@ -151,6 +152,7 @@ def pauses_and_histories(summary: TraceSummary, narrow: bool) -> Figure:
         if x.size:
             # A pause of nothing has no place on a logarithmic axis: it stands at its left end.
             least = x[x > 0].min() if (x > 0).any() else 1.0
+            least = least / 2 if (x == 0).any() else least
             axes.step(np.maximum(x, least), y, where="post", color=colour, linewidth=1.5)
             axes.set_xscale("log")
             _plain(axes)

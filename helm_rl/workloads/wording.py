@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -27,15 +28,22 @@ def rows(summary: TraceSummary) -> Iterator[tuple[str, str]]:
     """Yield what the trace is, line by line: a name and what there is to say."""
     yield "source", summary.source + ("" if summary.seed is None else f", seed {summary.seed}")
     span = summary.end_s - summary.start_s
-    yield "span", f"{span:,.3f} s, from {summary.start_s:,.3f} to {summary.end_s:,.3f}; origin {summary.origin_ns} ns"
+    days = f" ({span / 86_400:,.1f} days)" if span >= 2 * 86_400 else ""
+    yield "span", f"{span:,.3f} s{days}, from {summary.start_s:,.3f} to {summary.end_s:,.3f}{_origin(summary)}"
     yield "measured from", f"{summary.measure_from_s:,.3f} s: {summary.measured_requests:,} requests"
-    yield "segments", f"{summary.segments:,}"
+    empty = f", {summary.empty_segments:,} of them without a request" if summary.empty_segments else ""
+    yield "segments", f"{summary.segments:,}{empty}: parts that results are told for, cut at phases or after 60 s"
     yield "requests", f"{summary.requests:,}"
-    yield (
-        "rate",
-        f"mean {summary.rate_mean:,.2f}/s; peak {summary.rate_peak_1s:,.1f}/s over 1 s, "
-        f"{summary.rate_peak_10s:,.1f}/s over 10 s",
-    )
+    if summary.rate_mean is None:
+        yield "rate", "none: all requests come within a millisecond"
+    else:
+        yield (
+            "rate",
+            f"mean {rate_in_words(summary.rate_mean)}; peak {summary.rate_peak_1s:,.1f}/s over 1 s, "
+            f"{summary.rate_peak_10s:,.1f}/s over 10 s",
+        )
+    if summary.clock_step_s > 0:
+        yield "clock", f"steps of {summary.clock_step_s:g} s: windows and pauses that do not suit them are not told"
     if summary.dispersion:
         windows = ", ".join(f"{value:,.2f} in {window} s" for window, value in summary.dispersion.items())
         yield "dispersion", f"{windows} (variance over mean of requests in a window; 1 for Poisson)"
@@ -52,32 +60,88 @@ def rows(summary: TraceSummary) -> Iterator[tuple[str, str]]:
         "blocks": f"histories are content blocks of {summary.block_tokens} tokens",
     }
     yield "content", content[summary.content]
-    yield (
-        "items",
-        f"{summary.items:,} of {summary.item_codes:,} codes, named {summary.item_references:,} times; "
-        f"the top 1 % are {summary.top_items_share:.1%} of it",
-    )
-    yield "popularity", popularity_in_words(summary.popularity)
+    if summary.items == 0:
+        yield "items", "no request names one"
+    else:
+        yield (
+            things(summary),
+            f"{summary.items:,} of {summary.item_codes:,} codes, named {summary.item_references:,} times; "
+            f"the top 1 % are {summary.top_items_share:.1%} of it",
+        )
+        yield "popularity", popularity_in_words(summary.popularity)
     yield "returning", f"{summary.returning:.2%} of requests are by a user seen before"
     yield "hot-user ratio", f"{summary.hot_user_ratio:.2%} of measured requests are by a user seen in the last 60 s"
     if summary.returning > 0:
-        shares = "; ".join(f"{name}: {share:.1%}" for name, share in summary.return_gap_shares.items())
+        shares = "; ".join(f"{name}: {share:.1%}" for name, share in summary.return_gap_shares.items() if share > 0)
         yield "pauses", f"of one user's requests: {shares}"
     over = summary.over_time
+    named = f"{min(over.items):,} to {max(over.items):,} {things(summary)}; " if summary.items else ""
     yield (
-        f"in {over.window_s:g} s",
-        f"{min(over.items):,} to {max(over.items):,} items; {min(over.users):,} to {max(over.users):,} users with "
+        "working sets",
+        f"in windows of {over.window_s:g} s: {named}{min(over.users):,} to {max(over.users):,} users with "
         f"{min(over.history_tokens):,} to {max(over.history_tokens):,} tokens of history",
     )
+    yield "miss ratios", curves_in_words(summary)
     yield "sha256", summary.hash
 
 
 def history_rows(summary: TraceSummary) -> Iterator[tuple[str, str]]:
     """Yield what was done to the source, and what was left out of it."""
     for step in summary.steps:
-        yield "done", step
+        yield "step", step
     for reason, count in summary.dropped.items():
         yield "left out", f"{reason}: {count:,}"
+
+
+def things(summary: TraceSummary) -> str:
+    """Say what the items of the trace are."""
+    return "content blocks" if summary.content == "blocks" else "items"
+
+
+def rate_in_words(per_s: float) -> str:
+    """Write a rate of requests per second, minute or hour, whichever gives it digits."""
+    for unit_s, unit in ((1, "s"), (60, "min")):
+        if per_s * unit_s >= 1 or per_s == 0:
+            return f"{per_s * unit_s:,.1f}/{unit}"
+    return f"{per_s * 3600:,.2g}/h" if per_s * 3600 < 1 else f"{per_s * 3600:,.1f}/h"
+
+
+def curves_in_words(summary: TraceSummary) -> str:
+    """Say what the miss-ratio curves count, how exact they are, and what they leave out."""
+    curves = [curve for curve in (summary.embedding_curve, summary.kv_curve) if curve is not None]
+    rate = min(curve.rate for curve in curves)
+    said = []
+    if rate < 1:
+        said.append(
+            f"{rate:.1%} of the keys or more were followed (SHARDS); the errors are standard errors of the choice."
+        )
+    elif not summary.shrinking:
+        said.append("Every key was followed, so the curves are exact.")
+    elif len(curves) > 1:
+        said.append("Every key was followed, so the curve of the embedding cache is exact.")
+    if summary.shrinking:
+        returns = round(summary.returning * summary.requests)
+        said.append(
+            f"That of the KV cache may lie below the truth: {summary.shrinking:,} of {returns:,} returns find a "
+            "shorter history than the user's last, and it takes the memory that this leaves free as filled at once."
+        )
+    if len(curves) > 1:
+        said.append(
+            f"The embedding cache's is of the {things(summary)} that requests name; a node also reads the rows of the "
+            "whole history where it misses the KV cache, which no curve counts."
+        )
+    return " ".join(said)
+
+
+def _origin(summary: TraceSummary) -> str:
+    """Say what second 0 is on the source's clock: a date, where that counts from 1970 as far as can be told."""
+    if summary.origin_ns == 0:
+        return ""
+    if 10**18 <= summary.origin_ns < 4 * 10**18:  # 2001 to 2096
+        second, rest_ns = divmod(summary.origin_ns, 10**9)
+        date = datetime.datetime.fromtimestamp(second, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+        return f"; 0 is {date}{f'.{rest_ns:09d}'.rstrip('0').rstrip('.')} UTC"
+    return f"; 0 is {summary.origin_ns / 1e9:,.9g} s on the source's clock"
 
 
 def popularity_in_words(fit: ZipfFit | None) -> str:
@@ -102,7 +166,8 @@ def _curves(summary: TraceSummary) -> TextTable:
     """Lay out the miss-ratio curves at a few shares of the working sets."""
     columns = ["", "working set", *(f"{share:.0%}" for share in CURVE_SHARES), "sampled"]
     table = TextTable("misses of an LRU cache, by its share of the working set", columns, [])
-    curves = [("embeddings, items", summary.embedding_curve), ("KV, tokens of history", summary.kv_curve)]
+    unit = f"content blocks of {summary.block_tokens} tokens" if summary.content == "blocks" else "items"
+    curves = [(f"embeddings, {unit}", summary.embedding_curve), ("KV, tokens of history", summary.kv_curve)]
     for name, curve in curves:
         if curve is None:
             continue
@@ -131,8 +196,8 @@ def _distributions(summary: TraceSummary) -> TextTable:
 
 
 def _phases(summary: TraceSummary) -> TextTable:
-    columns = ["load", "from s", "to s", "requests", "rate /s", "asked /s", "factor", "hot share", "hot items"]
-    table = TextTable("loads", columns, [])
+    columns = ["phase", "from s", "to s", "requests", "rate /s", "asked /s", "factor", "hot share", "hot items"]
+    table = TextTable("phases of the load", columns, [])
     for phase in summary.phases:
         asked = "-" if phase.asked_rate_per_s is None else f"{phase.asked_rate_per_s:g}"
         if phase.asked_rate_end_per_s is not None:

@@ -11,9 +11,10 @@ import pytest
 from helm_rl import cli
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario, load_scenario
-from helm_rl.workloads.fit import catalogue, clock_step_s, distances, fit, measure
+from helm_rl.workloads.fit import catalogue, distances, fit, measure
 from helm_rl.workloads.fitted import toml
 from helm_rl.workloads.generate import generate, zipf_codes
+from helm_rl.workloads.inspect import clock_step_s
 from helm_rl.workloads.trace import Trace
 from tests.helm_rl.workloads.loads import scenario
 from tests.helm_rl.workloads.test_inspect import trace_of

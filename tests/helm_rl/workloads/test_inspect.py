@@ -17,7 +17,7 @@ from helm_rl.workloads.inspect import TraceSummary, dispersion, summarise
 from helm_rl.workloads.page import render
 from helm_rl.workloads.popularity import fit_zipf
 from helm_rl.workloads.trace import Trace, TraceMeta, TracePhase
-from helm_rl.workloads.wording import popularity_in_words
+from helm_rl.workloads.wording import curves_in_words, popularity_in_words, rate_in_words, rows, tables
 from tests.helm_rl.workloads.loads import flash_sale, scenario
 
 SECOND = 1_000_000_000
@@ -91,6 +91,99 @@ def test_windows_show_what_changes_over_time() -> None:
     assert found.embedding_curve is not None
     assert found.embedding_curve.working_set == 4
     assert found.kv_curve.working_set == 13 + 21
+
+
+def test_a_trace_that_ends_on_an_edge_has_no_window_of_a_nanosecond() -> None:
+    """Its last request comes at 120 s, its end is 1 ns later: that request belongs to the window before."""
+    found = summarise(trace_of([0.5, 1.5, 119.25, 120.0], [0, 1, 2, 3], [[1]] * 4, [1, 1, 1, 5]))
+    over = found.over_time
+    assert over.window_s == 2
+    assert len(over.start_s) == len(over.rate_per_s) == 60
+    assert over.rate_per_s[-1] == pytest.approx(2 / 2)
+    assert over.history_tokens[-1] == 1 + 5
+    assert max(over.rate_per_s) == pytest.approx(1)
+
+
+def test_a_short_rest_belongs_to_the_window_before_and_a_long_one_is_its_own() -> None:
+    times = [*np.arange(0.5, 100), 100.2]
+    short = summarise(trace_of(times, list(range(101)), [[1]] * 101, [1] * 101)).over_time
+    assert (len(short.rate_per_s), short.rate_per_s[-1]) == (100, pytest.approx(2 / 1.2))
+    times[-1] = 100.8
+    long = summarise(trace_of(times, list(range(101)), [[1]] * 101, [1] * 101)).over_time
+    assert (len(long.rate_per_s), long.rate_per_s[-1]) == (101, pytest.approx(1 / 0.8))
+
+
+def test_windows_and_pauses_suit_a_clock_of_seconds() -> None:
+    """Ten requests a second, told to the second: what is shorter than a second says nothing."""
+    times = np.repeat(np.arange(40), 10).tolist()
+    users = [10 * (i // 20) + i % 10 for i in range(400)]  # each in two seconds, and none in others
+    found = summarise(trace_of(times, users, [[1]] * 400, [1] * 400))
+    assert found.clock_step_s == 1
+    assert list(found.dispersion) == ["1"]
+    assert found.dispersion["1"] == pytest.approx(0, abs=1e-9)
+    assert found.over_time.window_s == 1
+    assert found.over_time.rate_per_s == [pytest.approx(10)] * 40  # the last second too, of which 1 ns is seen
+    assert next(iter(found.return_gap_shares)) == "0 to 1 s"
+    coarse = summarise(trace_of([3.0 * time for time in times], users, [[1]] * 400, [1] * 400))
+    assert coarse.over_time.window_s == 50
+    assert list(coarse.return_gap_shares)[:2] == ["0 to 10 s", "10 to 60 s"]
+    assert coarse.return_gap_shares["0 to 10 s"] == 1
+    said = dict(rows(coarse))
+    assert said["pauses"] == "of one user's requests: 0 to 10 s: 100.0%"  # no empty classes
+    assert "steps of 3 s" in said["clock"]
+
+
+def test_requests_of_one_instant_have_no_rate() -> None:
+    found = summarise(trace_of([0, 0, 0], [0, 1, 2], [[1]] * 3, [1] * 3))
+    assert found.rate_mean is None
+    assert "within a millisecond" in dict(rows(found))["rate"]
+    assert max(found.over_time.rate_per_s) < 1e6
+    assert "000,000" not in render(found)
+
+
+def test_the_kv_curve_is_called_exact_only_where_no_history_shrinks() -> None:
+    grow = trace_of([0, 5, 9, 12], [0, 1, 0, 1], [[1], [2], [1], [1]], [5, 6, 7, 8])
+    found = summarise(grow)
+    assert found.shrinking == 0
+    assert "so the curves are exact" in curves_in_words(found)
+    shrunk = summarise(replace(grow, history_tokens=np.array([5, 6, 4, 6], np.int32)))
+    assert shrunk.shrinking == 1
+    assert "1 of 2 returns find a shorter history" in render(shrunk).replace("&#39;", "'")
+    assert "curves are exact" not in render(shrunk)
+    assert "a node also reads the rows of the whole history" in render(shrunk)
+
+
+def test_blocks_are_not_called_items() -> None:
+    trace = trace_of([0, 5, 9], [0, 1, 0], [[1], [2], [1]], [5, 6, 7])
+    blocks = replace(trace, meta=trace.meta.model_copy(update={"content": "blocks", "block_tokens": 512}))
+    found = summarise(blocks)
+    assert tables(found)[1].rows[0][0] == "embeddings, content blocks of 512 tokens"
+    assert "content blocks" in dict(rows(found))
+    assert "items (an item is" not in render(found)
+    assert tables(summarise(trace))[1].rows[0][0] == "embeddings, items"
+
+
+def test_a_trace_without_items_says_so() -> None:
+    found = summarise(trace_of([0, 30, 65], [0, 1, 2], [[], [], []], [3, 4, 5]))
+    said = dict(rows(found))
+    assert said["items"] == "no request names one"
+    assert "popularity" not in said
+    assert "no request names an item" in render(found)
+
+
+def test_rare_requests_and_origins_are_told_in_digits() -> None:
+    assert rate_in_words(1234.56) == "1,234.6/s"
+    assert rate_in_words(0.5) == "30.0/min"
+    assert rate_in_words(0.00713) == "25.7/h"
+    assert rate_in_words(1e-5) == "0.036/h"
+    trace = trace_of([0, 3600 * 72], [0, 1], [[1], [1]], [3, 4])
+    found = summarise(trace)
+    assert "(3.0 days)" in dict(rows(found))["span"]
+    assert (found.segments, found.empty_segments) == (4320, 4318)
+    assert "4,318 of them without a request" in dict(rows(found))["segments"]
+    dated = replace(found, origin_ns=1_700_158_546_680_590_000)
+    assert dict(rows(dated))["span"].endswith("0 is 2023-11-16 18:15:46.68059 UTC")
+    assert dict(rows(replace(found, origin_ns=82 * SECOND)))["span"].endswith("0 is 82 s on the source's clock")
 
 
 def test_dispersion_is_the_variance_over_the_mean() -> None:

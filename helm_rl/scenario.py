@@ -20,6 +20,8 @@ _MAX_FILE_BYTES = 1 << 20
 MOST_TENANTS = 16
 Load = Literal["limit", "moderate"]
 MODERATE = 0.7
+_LEAST_WEIGHT = 1e-6  # of a day's largest
+_LEAST_CV = 1e-4  # of a rate that varies
 # Fields of [load] that came after hashes of scenarios had been written down: at their defaults they are no part of one.
 _LATER_FIELDS = ("think_sigma", "zipf_users", "rate_cv", "rate_cv_s", "day", "day_s", "renewed_per_hour")
 
@@ -198,8 +200,17 @@ class LoadSection(_Section):
                 f"renewed_per_hour = {self.renewed_per_hour:g} takes new items from the less popular half, beside the "
                 f"hot sets; items = {self.items} leaves none"
             )
-        if self.day and not sum(self.day) > 0:
-            raise ValueError("day has no weight above 0: there would be no request at any hour")
+        if self.day and max(self.day) < _LEAST_WEIGHT:
+            raise ValueError(
+                f"day has no weight of at least {_LEAST_WEIGHT:g}: there would be no request at any hour; 1 is usual"
+            )
+        if 0 < self.rate_cv < _LEAST_CV:
+            raise ValueError(
+                f"rate_cv = {self.rate_cv:g} must be 0, for a rate that does not vary, or {_LEAST_CV:g} on"
+            )
+        for name, needed in (("day_s", "day"), ("rate_cv_s", "rate_cv")):
+            if not getattr(self, needed) and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {getattr(self, name):g} has no effect without {needed}: give that too")
         return self
 
 
@@ -411,9 +422,7 @@ def _explain(path: Path, text: str, error: ValidationError) -> str:
     elif kind == "missing":
         message = f"{field} is missing"
     elif kind in ("model_type", "tuple_type"):
-        message = f"{field} must be " + (
-            f"a list of tables, [[{field}]]" if kind == "tuple_type" else f"a table, [{field}]"
-        )
+        message = f"{field} must be " + _wanted(kind, location, field)
     elif kind == "value_error":
         message = str(first["ctx"]["error"])
         message = message if not field else f"[{field}] {message}"
@@ -422,6 +431,15 @@ def _explain(path: Path, text: str, error: ValidationError) -> str:
     else:
         message = f"{field} = {_short(given)}: {_lower(first['msg'])}"
     return f"{where}: {message}" + (f" (and {len(others)} more)" if others else "")
+
+
+def _wanted(kind: str, location: Sequence[str | int], field: str) -> str:
+    if kind == "model_type":
+        return f"a table, [{field}]"
+    (name,) = [part for part in location if isinstance(part, str)][-1:]
+    annotation = _section_at(location[:-1]).model_fields[name].annotation
+    tables = any(isinstance(one, type) and issubclass(one, BaseModel) for one in get_args(annotation))
+    return f"a list of tables, [[{field}]]" if tables else "a list of numbers, such as [1, 2.5]"
 
 
 def _lower(message: str) -> str:
@@ -441,13 +459,17 @@ def _dotted(location: Sequence[str | int]) -> str:
 
 
 def _fields_at(location: Sequence[str | int]) -> list[str]:
+    return list(_section_at(location).model_fields)
+
+
+def _section_at(location: Sequence[str | int]) -> type[BaseModel]:
     model: type[BaseModel] = Scenario
     for part in location:
         if isinstance(part, int):
             continue
         annotation = model.model_fields[part].annotation
         model = next(t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel))
-    return list(model.model_fields)
+    return model
 
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([A-Za-z0-9_.\-\s]+?)\s*\]\]?\s*(?:#.*)?$")

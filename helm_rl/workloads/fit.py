@@ -34,6 +34,8 @@ _ROUNDS = 8
 _AVERAGED = 4
 _Z90 = 1.2815515655446004  # of the normal law
 _MOST_USERS = 10**10
+_MOST_RATE = 1e7
+_LEAST_CV = 1e-3  # less makes no difference
 _SEED = 1  # of the traces generated on the way; what is shown in the end has another
 
 FloatArray = npt.NDArray[np.float64]
@@ -126,6 +128,7 @@ def fit(trace: Trace, name: str, slo_ms: float = 100.0, doing: Callable[[str], N
     """
     if len(trace) < _LEAST_REQUESTS:
         raise UserError(f"trace {trace.meta.name} has {len(trace)} requests; a fit needs at least {_LEAST_REQUESTS}")
+    _check_span_and_users(trace)
     doing("measuring")
     step_s = clock_step_s(trace)
     measured = measure(trace, step_s)
@@ -138,10 +141,31 @@ def fit(trace: Trace, name: str, slo_ms: float = 100.0, doing: Callable[[str], N
     tries = _Tries(base, measured, step_s, doing)
     kind, base = tries.users(base)
     base = tries.histories(kind, base)
-    base = tries.variation(base)
-    doing("generating a trace to compare")
-    generated = _mean([measure(generate(base, _SEED + 1 + i), step_s) for i in range(_SHOWN)])
+    try:
+        base = tries.variation(base)
+        doing("generating a trace to compare")
+        generated = _mean([measure(generate(base, _SEED + 1 + i), step_s) for i in range(_SHOWN)])
+    except UserError as error:  # about a scenario that nobody has seen
+        raise UserError(
+            f"trace {trace.meta.name}, of {len(trace)} requests by {measured.users} users, cannot be fitted; what came "
+            f"nearest cannot be generated: {error}"
+        ) from None
     return Fit(base, measured, generated, kind, tuple(notes))
+
+
+def _check_span_and_users(trace: Trace) -> None:
+    """Raise UserError where there is no rate, or nobody but one."""
+    span_s = (trace.end_ns - trace.meta.phases[0].start_ns) / 1e9
+    if len(trace) / span_s > _MOST_RATE:
+        raise UserError(
+            f"trace {trace.meta.name} has {len(trace)} requests in {span_s:g} s; a scenario's rate is at most "
+            f"{_MOST_RATE:.0e}/s, so there is nothing to fit"
+        )
+    if (trace.user == trace.user[0]).all():
+        raise UserError(
+            f"trace {trace.meta.name} has {len(trace)} requests, all by one user; a fit needs at least 2 users to tell "
+            "how they come (trace convert can give every request, or session, a user of its own)"
+        )
 
 
 def distances(fit: Fit) -> dict[str, tuple[float, float, float]]:
@@ -276,7 +300,10 @@ class _Tries:
             tried = _with(base, history_mean=min(max(1.0, mean), 0.95 * limit), history_sigma=min(max(0.0, sigma), 4.0))
             # Users who come back must all be there; of visitors fewer will do.
             share = 1.0 if kind in ("regulars", "returners") else min(1.0, _HISTORIES_TRIED / self.expected)
-            found = self._measure(tried, share)
+            try:
+                found = self._measure(tried, share)
+            except UserError:  # so few users that there may be no request
+                break
             off = abs(math.log(found.history_mean / target.history_mean)) + abs(
                 found.history_log_sd - target.history_log_sd
             )
@@ -306,7 +333,7 @@ class _Tries:
             if excess <= 0:
                 break
             self.doing(f"variation of the rate, round {round_ + 1}")
-            cv = min(10.0, math.sqrt(excess / (2 * base.load.rate * hold)))
+            cv = min(10.0, max(_LEAST_CV, math.sqrt(excess / (2 * base.load.rate * hold))))
             tried = _with(base, rate_cv=cv, rate_cv_s=hold)
             found = self._dispersion(tried, windows)
             off = _off(found, target)
@@ -363,7 +390,10 @@ class _Tries:
                 users=int(min(max(2.0, users), _MOST_USERS)),
                 zipf_users=min(max(0.0, skew), 3.0),
             )
-            found = self._measure(tried, share=1.0, new_tokens_mean=1.0)
+            try:
+                found = self._measure(tried, share=1.0, new_tokens_mean=1.0)
+            except UserError:  # so few users that there may be no request
+                break
             off = self._off_users(found)
             if off < least:
                 best, least = tried, off
@@ -387,7 +417,10 @@ class _Tries:
                 requests_per_visit=min(max(1.0, per_visit), 10_000.0),
                 think_s=min(max(think_s, 1e-3), 86_400.0),
             )
-            found = self._measure(tried, share=1.0, new_tokens_mean=1.0)
+            try:
+                found = self._measure(tried, share=1.0, new_tokens_mean=1.0)
+            except UserError:  # so few users that there may be no request
+                break
             off = self._off_users(found)
             if off < least:
                 best, least = tried, off

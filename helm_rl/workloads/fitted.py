@@ -61,7 +61,7 @@ def toml(found: Fit, source: str) -> str:
     lines += [f"# Not matched: {note}." for note in found.notes]
     lines += [
         "# Chosen, not measured: the SLO, and all of [model] and [hardware].",
-        f"name = {json.dumps(scenario.name)}",
+        f"name = {_string(scenario.name)}",
         f"slo_ms = {_real(scenario.slo_ms)}",
         f"seconds = {_real(scenario.seconds)}",
         f"warm_s = {_real(scenario.warm_s)}",
@@ -82,6 +82,11 @@ def toml(found: Fit, source: str) -> str:
         if value != field.default or name in _FIELDS:
             lines.append(f"{name} = {_real(value)}" + (f" # {_FIELDS[name]}" if name in _FIELDS else ""))
     return "\n".join(lines) + "\n"
+
+
+def _string(text: str) -> str:
+    """Return a TOML string: JSON's, whose escapes above U+FFFF are no TOML's, and DEL escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _real(value: float) -> str:

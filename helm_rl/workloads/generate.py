@@ -92,7 +92,9 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     has its share of the users.
 
     Where the catalogue is renewed, an item new to all takes the place in the law of one that had it: each place changes
-    hands at even times of its own, and the newcomers' codes are a hash's choice of the less popular half.
+    hands at even times of its own, and the newcomers' codes are a hash's choice of the less popular half. That changes
+    what the trace names, and so its statistics and miss-ratio curves, but no latency of a simulated node: it draws the
+    rows that it reads from the law (content "law"), whatever items the trace names.
 
     Raises UserError if the trace would be too large for memory or has no request.
     """
@@ -549,9 +551,9 @@ def _location(load: LoadSection) -> float:
 
 
 def _uniform(code: npt.NDArray[np.uint64]) -> FloatArray:
-    """Hash each code to (0, 1]: the output function of SplitMix64 (Steele, Lea, Flood 2014)."""
-    x = (code + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return ((x >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
+    """Hash each code to (0, 1]: what a SplitMix64 stream (Steele, Lea and Flood 2014) has at that place."""
+    from helm_rl.workloads.kernels import uniform_hashes
+
+    uniform = np.empty(code.size)
+    uniform_hashes(code, uniform)
+    return uniform

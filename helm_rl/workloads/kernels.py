@@ -1,4 +1,4 @@
-"""Compiled loops of the generator; each does what its NumPy counterpart would, bit for bit, in one pass."""
+"""Compiled loops of the generator, each in one pass over what NumPy would need several for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from cache_engine.hashing import mix2
+from cache_engine.hashing import mix, mix2
 from cache_engine.jit import kernel, prefetch
 
 FloatArray = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
+Uint64Array = npt.NDArray[np.uint64]
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # between the states of a SplitMix64 stream, of which `mix` is the output
 
 MOST_IN_BUCKET = 64
 _AHEAD = 16
@@ -166,6 +169,13 @@ def histories(
         total = history[user[i]] + new_tokens[i]
         history[user[i]] = total
         history_tokens[i] = min(total, history_max)
+
+
+@kernel
+def uniform_hashes(bits: Uint64Array, uniform: FloatArray) -> None:
+    """Hash each of `bits` [n] to a number in (0, 1], written to `uniform` [n]."""
+    for i in range(bits.size):
+        uniform[i] = (np.float64(mix(bits[i] * _STEP) >> np.uint64(11)) + 1.0) * 2.0**-53
 
 
 @kernel

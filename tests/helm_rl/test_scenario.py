@@ -186,6 +186,11 @@ def test_hash_depends_on_values_not_on_spelling(tmp_path: Path) -> None:
     assert len(scenario_hash(first)) == 64
 
 
+def test_a_list_of_tables_is_asked_for_where_one_is_wanted(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"load\.phase must be a list of tables, \[\[load\.phase\]\]"):
+        load_scenario(write(tmp_path, 'name = "x"\nslo_ms = 1\n[load]\nphase = 3\n'))
+
+
 def test_a_scenario_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         load_scenario("burst").slo_ms = 3  # type: ignore[misc]
@@ -225,6 +230,12 @@ def test_a_scenario_cannot_be_changed() -> None:
         ("[load]", "[hardware]\nprofile = 'tpu'\n[load]", 5, "hardware.profile = 'tpu' is unknown; known: a100-80g"),
         ("[load]", "[model]\nheads = 6\n[load]", 5, "model.heads = 6 must be a multiple of model.kv_heads = 4"),
         ("[load]", "[load]\nhistory_mean = 9000", 4, "history_mean = 9000 must be at most .95 of history_max"),
+        ("[load]", "[load]\nrate_cv = 1e-300", 4, "rate_cv = 1e-300 must be 0, "),
+        ("[load]", "[load]\nrate_cv_s = 3", 4, "rate_cv_s = 3 has no effect without rate_cv"),
+        ("[load]", "[load]\nday_s = 600", 4, "day_s = 600 has no effect without day"),
+        ("[load]", "[load]\nday = [5e-324, 0]", 4, "day has no weight of at least 1e-06"),
+        ("[load]", "[load]\nday = [0.0, 0]", 4, "day has no weight of at least 1e-06"),
+        ("[load]", '[load]\nday = "x"', 5, "load.day must be a list of numbers, such as"),
         ("rate = 20", "rate = 20\nhot_fraction = 0.5\nhot_items = 400_000_000", 4, "hot sets hold 400000000 items"),
     ],
 )

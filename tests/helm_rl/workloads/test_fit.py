@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from helm_rl import cli
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario, load_scenario
-from helm_rl.workloads.fit import catalogue, distances, fit, measure
+from helm_rl.workloads.fit import Fit, catalogue, distances, fit, measure
 from helm_rl.workloads.fitted import toml
 from helm_rl.workloads.generate import generate, zipf_codes
 from helm_rl.workloads.inspect import clock_step_s
@@ -124,6 +125,11 @@ def test_the_number_of_items_follows_from_how_many_were_named(exponent: float, i
     assert np.unique(again).size == pytest.approx(distinct, rel=0.02)
 
 
+@cache
+def fitted(path: Path) -> Fit:
+    return fit(Trace.load(path), "fitted")
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fit") / "some trace.parquet"
@@ -152,6 +158,38 @@ def test_names_that_toml_must_escape(saved: Path, tmp_path: Path) -> None:
     found = fit(Trace.load(saved), 'a "quoted" \\ name\x07')
     (tmp_path / "x.toml").write_text(toml(found, "a\nname = 3\x00.parquet"))
     assert load_scenario(tmp_path / "x.toml").name == 'a "quoted" \\ name\x07'
+
+
+@pytest.mark.parametrize("name", ["flames \U0001f525", "\x7f\x1f", "d\xe9j\xe0", "a\tb\\u0041"])
+def test_any_name_is_read_again(saved: Path, tmp_path: Path, name: str) -> None:
+    found = replace(fitted(saved), scenario=scenario().model_copy(update={"name": name}))
+    (tmp_path / "x.toml").write_text(toml(found, name + ".parquet"), encoding="utf-8")
+    assert load_scenario(tmp_path / "x.toml").name == name
+
+
+@pytest.mark.parametrize(
+    ("times", "users", "said"),
+    [
+        (range(200), [0] * 200, "has 200 requests, all by one user; a fit needs at least 2 users"),
+        ([0] * 200, list(range(200)), "has 200 requests in 1e-09 s; a scenario's rate is at most"),
+    ],
+)
+def test_a_trace_that_cannot_be_fitted_is_told_what_is_wrong_with_it(
+    times: list[float], users: list[int], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        fit(trace_of(list(times), users, [[1]] * 200, [5] * 200), "x")
+
+
+@pytest.mark.parametrize("users", [2, 5])
+def test_few_users_are_fitted_or_refused_in_words(users: int) -> None:
+    trace = trace_of([float(i) for i in range(200)], [i % users for i in range(200)], [[1]] * 200, [5] * 200)
+    try:
+        found = fit(trace, "x")
+    except UserError as error:
+        found = None
+        said = str(error)
+    assert found.generated.returning > 0.9 if found else f"by {users} users, cannot be fitted" in said
 
 
 def test_what_cannot_be_fitted_is_refused(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

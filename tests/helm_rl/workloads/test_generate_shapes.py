@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario, scenario_hash
-from helm_rl.workloads.generate import _law, generate, zipf_codes
+from helm_rl.workloads.generate import _law, _uniform, generate, zipf_codes
 from helm_rl.workloads.inspect import dispersion, gaps_to_previous
 from helm_rl.workloads.kernels import interpolate
 from helm_rl.workloads.popularity import fit_zipf
@@ -153,9 +155,20 @@ def test_the_hash_of_a_scenario_tells_what_it_has() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="items = 2 leaves none"):
         scenario(renewed_per_hour=1, items=2, hot_fraction=0.5, hot_items=1)
-    with pytest.raises(ValueError, match="day has no weight above 0"):
+    with pytest.raises(ValueError, match="day has no weight of at least"):
         scenario(day=(0, 0))
     with pytest.raises(ValueError, match="day"):
         Scenario.model_validate({"name": "x", "slo_ms": 1, "load": {"day": [-1, 2]}})
     with pytest.raises(UserError, match=r"rate_cv_s = 0.001 would change the rate"):
         generate(scenario(seconds=1e6, rate=1, rate_cv=1, rate_cv_s=0.001))
+
+
+@pytest.mark.parametrize("shape", [{"rate_cv": 1e-4, "rate_cv_s": 2.0}, {"day": [1e-6, 0.0], "day_s": 10.0}])
+def test_the_least_shapes_allowed_are_drawn(shape: dict[str, Any]) -> None:
+    assert generate(scenario(seconds=100, warm_s=0, rate=50, **shape)).arrival_ns.size == pytest.approx(5000, rel=0.3)
+
+
+def test_hashes_to_numbers_are_splitmix64s() -> None:
+    """The stream of seed 0 begins with 0xe220a8397b1dcdaf, 0x6e789e6aa1b965f4 (as in Java's SplittableRandom)."""
+    found = _uniform(np.array([0, 1], np.uint64))
+    assert found.tolist() == [((0xE220A8397B1DCDAF >> 11) + 1) * 2.0**-53, ((0x6E789E6AA1B965F4 >> 11) + 1) * 2.0**-53]

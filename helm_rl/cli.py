@@ -120,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra = EXTRAS[package]
         advice = f"pip install '{PROGRAM}[{extra}]', or in a checkout pip install -e '.[{extra}]'"
         return _fail(f"error: this needs the Python package {package}, which is not installed; {advice}", 2)
+    except MemoryError:
+        return _fail("error: not enough memory for this; nothing was written", 1)
     except BrokenPipeError:
         _drop_output()
         return 141

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -46,9 +48,12 @@ class ConvertArgs:
     """Format of the log (default: told by its content; an unknown name lists all)."""
     map: Annotated[str | None, _SAID] = None
     """What the columns of an unknown log mean: time=ts:ms,user=uid,item=vid and, where there are such, tenant=,
-    request= and tokens=, the length of the history. Units: s, ms, us, ns, iso. separator=tab, header=no (then by place:
-    time=4)."""
-    with_log: Annotated[tuple[Path, ...], tyro.conf.arg(name="with", metavar="LOG", help_behavior_hint="")] = ()
+    request= and tokens=, the length of the history; blocks=N: items are content blocks of N tokens. Units of time: s,
+    ms, us, ns, iso, auto. user=uid:text takes ids as text, :whole as whole numbers; item= likewise. separator=comma,
+    tab, semicolon, pipe, space or colons. header=no (then by place: time=4)."""
+    with_log: Annotated[
+        tuple[Path, ...] | None, tyro.conf.arg(name="with", metavar="LOG [LOG ...]", help_behavior_hint="")
+    ] = None
     """Take users and items, in order, from this other log, and from the first its arrivals alone."""
     with_map: Annotated[str | None, _SAID] = None
     """What the columns of the other log mean, if it is unknown."""
@@ -88,12 +93,25 @@ class ConvertArgs:
 
 def convert(args: ConvertArgs) -> None:
     """Run `helm-rl trace convert`."""
+    try:
+        with _ended_by_signals():
+            _convert(args)
+    except UserError as error:
+        raise UserError(printable(str(error))) from None
+
+
+def _convert(args: ConvertArgs) -> None:
+    with_log = args.with_log or ()
+    if args.with_log == ():
+        raise UserError("--with needs the log that users and items are taken from")
+    if args.with_map is not None and not with_log:
+        raise UserError("--with-map says what the columns of the log of --with mean, and there is no --with")
     if not args.input:
         raise UserError("name the log to convert: helm-rl trace convert LOG --output FILE.parquet")
-    check_outputs(args.overwrite, (*args.input, *args.with_log), output=args.output)
-    if args.with_log and args.candidates:
+    check_outputs(args.overwrite, (*args.input, *with_log), output=args.output)
+    if with_log and args.candidates:
         raise UserError("candidates cannot be drawn while two logs are joined; draw them from one log")
-    with _reading((*args.input, *args.with_log)) as told:
+    with _reading((*args.input, *with_log)) as told:
         options = ReadOptions(
             speed_up=args.speed_up,
             spread=args.spread,
@@ -113,29 +131,53 @@ def convert(args: ConvertArgs) -> None:
             mapping=None if args.map is None else parse_mapping(args.map),
             progress=told,
         )
-        if args.with_log:
+        if with_log:
             other = ReadOptions(
                 requests=args.requests,
                 session_s=args.session_s,
                 block_tokens=args.block_tokens,
                 strict=args.strict,
-                # An order is all that is asked of it: its times may be missing.
+                order_only=True,
                 mapping=None if args.with_map is None else parse_mapping(args.with_map),
                 progress=told,
             )
             alone = replace(options, requests=None, session_s=None, block_tokens=None)
-            meta, requests = write_joined(args.input, args.format, alone, args.with_log, other, args.output)
+            meta, requests = write_joined(args.input, args.format, alone, with_log, other, args.output)
         else:
             meta, requests = write_trace(args.input, args.format, options, args.output)
     seconds = (meta.phases[0].end_ns - meta.phases[0].start_ns) / 1e9
     print(
-        f"{args.output}: {requests:,} requests in {seconds:,.1f} s, {requests / seconds:,.2f}/s; "
+        f"{printable(str(args.output))}: {requests:,} requests in {seconds:,.1f} s, {requests / seconds:,.2f}/s; "
         f"{args.output.stat().st_size / 2**20:,.1f} MiB"
     )
     for step in meta.steps:
-        print(f"  {step}")
+        print(f"  {printable(step)}")
     for reason, count in meta.dropped.items():
-        print(f"  left out, {reason}: {count}")
+        print(f"  left out, {printable(reason)}: {count}")
+
+
+def printable(text: str) -> str:
+    """Return text with what would move a terminal's cursor, or change its colours, written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the process as an exit does, so that what lies aside is removed."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup's stays
+                before[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write_trace(

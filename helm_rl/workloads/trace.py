@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +27,7 @@ from helm_rl.files import atomic_file, refuse_existing
 
 FORMAT_VERSION = 1
 ROW_GROUP = 65_536  # requests
+_GROUP_VALUES = 1 << 22  # items, beyond which a row group has fewer requests
 SEGMENT_NS = 60_000_000_000
 MOST_SEGMENTS = 100_000  # 69 days of 60 s
 BASE = "base"
@@ -88,6 +90,10 @@ class StringIds:
 
 Ids = npt.NDArray[Any] | StringIds
 """Ids of a source by their code: int64, uint64 or text."""
+
+
+class UnsoundTraceError(UserError):
+    """What was about to be written is no sound trace: a fault of the program, not of its user's log."""
 
 
 _Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -373,7 +379,7 @@ class TraceWriter:
         self._candidates = candidates
         self._written = dict.fromkeys(tables, 0)  # values of each table
         self._waiting: list[tuple[dict[str, npt.NDArray[Any]], Int64Array, Int64Array, npt.NDArray[Any] | None]] = []
-        self._rows = 0  # waiting
+        self._rows = self._values = 0  # waiting
         self.requests = 0  # so far
         self._done = 0.0  # share of the trace that was given
         self._share = 0.0  # and written
@@ -412,9 +418,12 @@ class TraceWriter:
         """
         self._waiting.append((columns, item_offsets, item_values, candidates))
         self._rows += item_offsets.size - 1
+        self._values += item_values.size
         self.requests += item_offsets.size - 1
         self._done = done
-        if self._rows > ROW_GROUP:  # the last request waits, so that the rest of the tables has a row to go to
+        if (
+            self._rows > ROW_GROUP or self._values > _GROUP_VALUES
+        ):  # the last request waits, so that the rest of the tables has a row to go to
             self._flush(whole_groups=True)
 
     def finish(self, meta: TraceMeta | None = None) -> None:
@@ -433,17 +442,21 @@ class TraceWriter:
         scored = None
         if self._candidates:
             scored = np.concatenate([part[3] for part in self._waiting if part[3] is not None])
-        count = (self._rows - 1) // ROW_GROUP * ROW_GROUP if whole_groups else self._rows
-        begun = self._share
-        for first in range(0, count, ROW_GROUP):
-            last = min(first + ROW_GROUP, count)
+        count, begun = 0, self._share
+        while count < self._rows:
+            full = int(np.searchsorted(offsets, offsets[count] + _GROUP_VALUES, side="right")) - 1
+            last = min(count + ROW_GROUP, max(full, count + 1), self._rows)
+            if whole_groups and last == self._rows:
+                break
             self._share = begun + (self._done - begun) * (last / self._rows)
-            self._write_group(columns, offsets, values, scored, first, last)
+            self._write_group(columns, offsets, values, scored, count, last)
+            count = last
         low = int(offsets[count])
         rest = {name: column[count:].copy() for name, column in columns.items()}
         left = None if scored is None else scored[count:].copy()
         self._waiting = [(rest, offsets[count:] - low, values[low:].copy(), left)] if count < self._rows else []
         self._rows -= count
+        self._values = values.size - low
 
     def _write_group(
         self,
@@ -470,6 +483,51 @@ class TraceWriter:
             part = scored[first:last]
             arrays.append(_list_array(CANDIDATES, part.reshape(-1), np.arange(last - first + 1) * self._candidates))
         self._file.write_batch(pa.record_batch(arrays, schema=self._schema), row_group_size=ROW_GROUP)
+
+
+class PieceCheck:
+    """Checks a trace piece by piece as it is written: each invariant of its columns, and the order of the pieces."""
+
+    def __init__(self, meta: TraceMeta, tables: dict[str, Ids]) -> None:
+        """meta: users, items and content as they will be; its base load may be wider than that of the whole."""
+        self._meta = meta
+        self._latest_ns = meta.phases[0].start_ns
+        with _unsound():
+            for name, ids in tables.items():
+                if isinstance(ids, StringIds):
+                    _check_text(name, ids)
+
+    def check(self, columns: dict[str, Any], item_offsets: Int64Array, item_values: Int64Array) -> None:
+        """Raise UnsoundTraceError for requests that no reader of traces would take."""
+        with _unsound():
+            _check_columns(Trace(**columns, item_offsets=item_offsets, item_values=item_values, meta=self._meta))
+            _need(int(columns["arrival_ns"][0]) >= self._latest_ns, "arrival_ns decreases")
+        self._latest_ns = int(columns["arrival_ns"][-1])
+
+    def finish(self, meta: TraceMeta) -> None:
+        """Raise UnsoundTraceError if the meta data do not fit what was checked."""
+        with _unsound():
+            _check_meta(meta)
+            _need(self._latest_ns < meta.phases[0].end_ns, "the base load ends before the last request")
+
+
+@contextmanager
+def _unsound() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UnsoundTraceError(f"no sound trace would come of it, which is a fault of helm-rl: {error}") from None
+
+
+def _check_text(name: str, ids: StringIds) -> None:
+    import pyarrow as pa
+
+    try:
+        pa.LargeStringArray.from_buffers(ids.size, pa.py_buffer(ids.offsets), pa.py_buffer(ids.data)).validate(
+            full=True
+        )
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{name}: {first_line(error)}") from None
 
 
 def _list_array(name: str, values: Ids, offsets: Int64Array) -> Any:

@@ -23,6 +23,7 @@ MAX_NS = 2**62
 _MIN_SPEED, _MAX_SPEED = 1e-6, 1e6
 _MOST_INSTANTS = 1 << 22  # among which a step is looked for
 _MOST_CANDIDATES = 1 << 14
+_COARSE_NS = 100_000_000  # a clock whose own unit is no finer comes in steps where requests share its instants
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ReadOptions:
     strict: bool = False  # any row left out is an error
     requests: Mode | None = None  # which rows make a request; None: what the format has
     session_s: float | None = None  # pause that ends a session; None: what the format has
+    order_only: bool = False  # the order of requests is all that counts: the log may lack times
     arrivals: float | None = None  # requests/s: arrivals are drawn (Poisson) in place of the log's times
     candidates: int = 0  # items drawn for each request to score
     candidate_window_s: float = 3600.0  # from what was asked for in so many seconds before it
@@ -142,7 +144,8 @@ class Placer:
                 "rates over shorter times say nothing"
             )
         pauses = np.diff(instants)
-        if pauses.size >= 100 and pauses.min() == pauses.max() and not step_ns and options.arrivals is None:
+        regular = pauses.size >= 100 and pauses.min() == pauses.max() and not step_ns
+        if regular and options.arrivals is None and not options.order_only:
             found.append(f"all arrivals are {int(pauses[0]) / 1e9:g} s apart: are these times recorded, or made up?")
         if options.spread:
             if spread_ns:
@@ -206,11 +209,13 @@ class Placer:
 
 
 def step_of(arrival_ns: Int64Array, unit_ns: int, count: int | None = None) -> int:
-    """Return the step in which sorted arrivals come, in ns; 0 where they come in none coarser than 10 units.
+    """Return the step in which sorted arrivals come, in ns; 0 where they come in none.
 
-    They do if at least two requests share an instant in the mean, and 9 in 10 pauses between instants are a multiple of
-    the median pause, within a hundredth of it (recorders that sleep between batches drift by that much). count: of the
-    requests, where arrival_ns are only their instants.
+    They come in steps of 10 units and more if at least two requests share an instant in the mean, and 9 in 10 pauses
+    between instants are a multiple of the median pause, within a hundredth of it (recorders that sleep between batches
+    drift by that much). They come in steps of one unit if instants are shared so and the unit is coarse, .1 s or more
+    (clocks of whole seconds).
+    count: of the requests, where arrival_ns are only their instants.
     """
     instants = arrival_ns[np.flatnonzero(np.diff(arrival_ns, prepend=arrival_ns[:1] - 1))]
     if instants.size < 10 or (arrival_ns.size if count is None else count) < 2 * instants.size:
@@ -218,7 +223,7 @@ def step_of(arrival_ns: Int64Array, unit_ns: int, count: int | None = None) -> i
     pauses = np.diff(instants)
     step = int(np.median(pauses))
     if step < 10 * unit_ns:
-        return 0
+        return unit_ns if unit_ns >= _COARSE_NS else 0
     times = np.maximum(np.rint(pauses / step), 1)
     regular = np.abs(pauses - times * step) <= 0.01 * step
     return step if np.count_nonzero(regular) >= 0.9 * pauses.size else 0

@@ -23,7 +23,7 @@ from helm_rl.workloads.readers.rows import Dictionaries, Drops, Facts, Rows
 from helm_rl.workloads.readers.runs import Runs
 from helm_rl.workloads.readers.source import start_of
 from helm_rl.workloads.readers.tables import Columns, read_csv
-from helm_rl.workloads.trace import CANDIDATES, Ids, Trace, TraceMeta
+from helm_rl.workloads.trace import BASE, CANDIDATES, Ids, PieceCheck, Trace, TraceMeta, TracePhase
 
 _MOST_TENANTS = 65_536
 _MAX_HISTORY = 2**31 - 1
@@ -115,6 +115,11 @@ def _mapping_of(paths: list[Path], format: str | None, options: ReadOptions) -> 
         mapping = replace(mapping, requests=options.requests)
     if options.session_s is not None:
         mapping = replace(mapping, session_s=options.session_s)
+        if mapping.requests != "session-gap":
+            raise UserError(
+                f"session-s says which pause ends a session, and requests = {mapping.requests} has none; "
+                "pass --requests session-gap too"
+            )
     if mapping.requests != "row" and mapping.user in (FRESH, ITEM):
         if options.requests is not None:
             raise UserError(f"requests = {options.requests} needs users, and a {mapping.name} log has none")
@@ -133,7 +138,7 @@ def _read(
     runs: Runs,
 ) -> None:
     columns = Columns(mapping, books, drops, facts, guessed)
-    timed = options.arrivals is not None
+    timed = options.arrivals is not None or options.order_only
     for path in paths:
         parts: Iterator[Rows]
         kind = kind_of(path, start_of(path))
@@ -207,24 +212,34 @@ class _Conversion:
             raise UserError(f"candidates: a {mapping.name} log has no items to draw them from")
         writer = open_writer(tables, options.candidates)
         grouper, parts = self._requests()
-        count = self._append(writer, self.placer.place(parts, spread_ns))
-        measure_from_ns, phase = self.placer.measured()
+        widest = TracePhase(label=BASE, start_ns=0, end_ns=MAX_NS - 1)
         meta = TraceMeta(
             name=self.paths[0].name.split(".")[0] or self.paths[0].name,
             source=mapping.name,
             origin_ns=self.placer.origin_ns,
-            measure_from_ns=measure_from_ns,
-            users=count if users is None else users.size,
+            measure_from_ns=0,
+            users=self.kept_rows if users is None else users.size,
             items=options.law_items if self.item_ids is None else self.item_ids.size,
             content="law" if self.item_ids is None else "blocks" if mapping.blocks else "items",
             block_tokens=mapping.blocks,
             zipf_items=options.zipf_items if self.item_ids is None else None,
             law_items=options.law_items if self.item_ids is None else None,
-            phases=(phase,),
+            phases=(widest,),
             seed=options.seed if options.spread or options.candidates or options.arrivals is not None else None,
-            steps=(*self._said(grouper, count), *self.steps, *self.placer.steps(spread_ns), *self._added()),
-            dropped=self._dropped(grouper),
         )
+        check = PieceCheck(meta, tables)
+        count = self._append(writer, self.placer.place(parts, spread_ns), check)
+        measure_from_ns, phase = self.placer.measured()
+        meta = meta.model_copy(
+            update={
+                "measure_from_ns": measure_from_ns,
+                "users": count if users is None else users.size,
+                "phases": (phase,),
+                "steps": (*self._said(grouper, count), *self.steps, *self.placer.steps(spread_ns), *self._added()),
+                "dropped": self._dropped(grouper),
+            }
+        )
+        check.finish(meta)
         writer.finish(meta)
         return meta
 
@@ -319,7 +334,7 @@ class _Conversion:
                 part.request = self._request_place[part.request]
             yield part
 
-    def _append(self, writer: Writer, parts: Iterator[Requests]) -> int:
+    def _append(self, writer: Writer, parts: Iterator[Requests], check: PieceCheck) -> int:
         """Write the requests with their histories; return how many."""
         mapping, options = self.mapping, self.options
         users = 0
@@ -368,6 +383,7 @@ class _Conversion:
                 "history_tokens": history.astype(np.int32),
                 "new_tokens": new.astype(np.int32),
             }
+            check.check(columns, part.offsets, part.items)
             drawn = None if candidates is None else candidates.draw(part.time_ns, part.offsets, part.items)
             writer.append(columns, part.offsets, part.items, drawn, done=min(1.0, rows / self.kept_rows))
         return count

@@ -19,6 +19,8 @@ SOUND, COLUMNS, OPEN_QUOTE, INNER_QUOTE = 0, 1, 2, 3
 # State of a cell.
 EMPTY, NOT_NUMBER, RANGE = 1, 2, 3
 
+_MOST_OPEN = 16  # lines after which a quote that closes is that of another cell
+
 _NEWLINE, _RETURN, _QUOTE, _SPACE, _TAB = 10, 13, 34, 32, 9
 _MAX_U64 = np.uint64(2**64 - 1)
 _TEN = np.uint64(10)
@@ -40,6 +42,7 @@ def split_rows(
     cells: npt.NDArray[np.int32],
     cuts: Int64Array,
     blanks: Int64Array,
+    opened: Int64Array,
 ) -> tuple[int, int, int]:
     """Find the wanted cells of the rows from byte `begin` on, one line each, until the outputs are full.
 
@@ -54,6 +57,8 @@ def split_rows(
         cuts: (MOST_CELLS + 1,) scratch.
         blanks: (2,) blank lines before the last row found, and after it; added to: the second moves to the first when a
             row follows.
+        opened: (2,) cells of the row whose last cell's quote does not close on its line (0: none), and lines since; the
+            line that closes it and has the other cells is no row, and marked as the first is.
 
     Returns the rows found, the lines passed, and the byte after them.
     """
@@ -119,6 +124,18 @@ def split_rows(
         n += 1
         cuts[n] = row_end + width
         extra = 0
+        if quoted:
+            if opened[0] > 0:
+                opened[1] += 1
+                after = _after_quote(data, row_start, row_end, separator)
+                if after >= 0 and opened[0] + after == columns:
+                    found = OPEN_QUOTE
+                    opened[0] = 0
+                elif after != -1 or opened[1] > _MOST_OPEN:
+                    opened[0] = 0
+            elif found == OPEN_QUOTE:
+                opened[0] = n
+                opened[1] = 0
         if found == SOUND and n != columns:
             if greedy >= 0 and n > columns:
                 extra = n - columns
@@ -157,6 +174,26 @@ def split_rows(
         row += 1
         lines += 1
     return row, lines, min(i, size)
+
+
+@inner
+def _after_quote(data: Bytes, begin: int, end: int, separator: Bytes) -> int:
+    """Return the separators after the quote that closes a cell which the line goes on with.
+
+    -1: no quote closes it on this line; -2: what follows the quote shows that the line is none of the cell.
+    """
+    i = begin
+    while i < end and (data[i] != _QUOTE or (i + 1 < end and data[i + 1] == _QUOTE)):
+        i += 2 if data[i] == _QUOTE else 1
+    if i >= end:
+        return -1
+    i += 1
+    if i < end and not (data[i] == separator[0] and _matches(data, i, separator)):
+        return -2
+    count = 0
+    for j in range(i, end):
+        count += data[j] == separator[0] and _matches(data, j, separator)
+    return count
 
 
 @inner

@@ -10,7 +10,8 @@ from helm_rl.errors import UserError
 from helm_rl.workloads.readers import oracle, parquet
 from helm_rl.workloads.readers.mapping import SEPARATOR_WORDS
 from helm_rl.workloads.readers.presets import PRESETS
-from helm_rl.workloads.readers.source import start_of
+from helm_rl.workloads.readers.source import first_line_of, start_of
+from helm_rl.workloads.readers.tables import cells_of
 
 GENERIC = "generic"
 ORACLE = "oracle-general"
@@ -51,7 +52,7 @@ def detect_format(path: str | Path) -> str:
     if len(lines) > 1 and len(start) >= 1 << 16:
         lines = lines[:-1]  # perhaps a part of one
     if kind == "jsonl":
-        return _objects(path, lines[0])
+        return _objects(path, lines[0] if len(lines) > 1 or len(start) < 1 << 16 else first_line_of(path))
     return _table(path, [line for line in lines if line.strip()])
 
 
@@ -87,7 +88,7 @@ def _objects(path: Path, line: str) -> str:
 
 def _table(path: Path, lines: list[str]) -> str:
     first = lines[0]
-    headers = {separator: _names(first, separator) for separator in _SEPARATORS}
+    headers = {separator: cells_of(first.removeprefix("#"), separator) for separator in _SEPARATORS}
     found = []
     for name, preset in PRESETS.items():
         mapping = preset.mapping
@@ -131,10 +132,6 @@ def _refuse_close(path: Path, first: str, headers: dict[str, list[str]]) -> None
             f"{path}, line 1: column {missing} is missing from the header found ({shown}), if it is a {name} log; "
             "for others say which column is what: --map time=...,user=...,item=..."
         )
-
-
-def _names(line: str, separator: str) -> list[str]:
-    return [cell.strip().strip('"').strip() for cell in line.removeprefix("#").split(separator)]
 
 
 def _one_of(path: Path, found: list[str], what: str) -> str:

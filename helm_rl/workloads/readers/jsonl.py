@@ -222,9 +222,9 @@ class _Batch:
             what = "a number" if part == "time" else "an id"
             self._fail(f"{name} is not {what}", f", field {name}: {_short(value)} is not {what}")
         text = str(value)
+        self._check_text(name, text)
         if part == "time":
             return text.strip(" ")
-        self._check_text(name, text)
         if part in self._kinds:
             self._kinds[part].add(str if type(value) is str else int)
         return text  # ids as they are: " 7" is not "7"

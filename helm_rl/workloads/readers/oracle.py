@@ -22,6 +22,7 @@ def looks_like(start: bytes) -> bool:
     records = np.frombuffer(start[: len(start) // RECORD.itemsize * RECORD.itemsize], dtype=RECORD)
     return (
         records.size > 0
+        and bool(records["object"].any())  # zeros are no trace
         and _sound(records, 0) == records.size
         and bool(np.all(np.diff(records["time"].astype(np.int64)) >= 0))
     )
@@ -34,7 +35,8 @@ def read_oracle(
 
     Raises UserError for a file that is cut off within a record, and for records of which more than half cannot be such.
     """
-    rows = bad = 0
+    rows = bad = early = 0
+    latest = 0
     with Source(path, progress) as source:
         rest = b""
         while data := source.read(_RECORDS_AT_A_TIME * RECORD.itemsize):
@@ -43,6 +45,14 @@ def read_oracle(
             rest = data[whole:]
             records = np.frombuffer(data[:whole], dtype=RECORD)
             good = _is_sound(records, rows)
+            times = records["time"].astype(np.int64)
+            early += int(np.count_nonzero(np.diff(times, prepend=latest) < 0))
+            latest = int(times[-1]) if times.size else latest
+            if early > (rows + records.size) // 10 or (rows == 0 and records.size and not records["object"].any()):
+                what = (
+                    "every object is 0" if not early else f"times decrease at {early} of {rows + records.size} records"
+                )
+                raise UserError(f"{path} is no oracleGeneral trace: {what}")
             if not good.all():
                 at = int(np.argmin(good))
                 said = f": next access {int(records['next'][at])} does not lie ahead"

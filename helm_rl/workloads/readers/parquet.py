@@ -59,7 +59,7 @@ def read_parquet(
         names = list(dict.fromkeys(wanted.values()))
         with pq.ParquetFile(path, pre_buffer=False, read_dictionary=_texts_of(path, names)) as file:
             total = max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(_batch_rows(file.metadata, names), columns=names, use_threads=False):
+            for batch in file.iter_batches(_batch_rows(file, names), columns=names, use_threads=False):
                 batch.validate(full=True)
                 n = batch.num_rows
                 place = np.arange(rows + 1, rows + n + 1, dtype=np.int64)
@@ -83,7 +83,7 @@ def read_parquet(
                     yield part_rows
     except pa.ArrowMemoryError:
         raise MemoryError(f"{path}: a piece of it does not fit into memory") from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged: {first_line(error)}") from None
     columns.see_unit("")
     columns.drops.check_file(path, rows, bad, "has no row in it")
@@ -99,19 +99,23 @@ def _texts_of(path: Path, names: list[str]) -> list[str]:
     return [name for name, kind in kinds.items() if pa.types.is_string(kind) or pa.types.is_large_string(kind)]
 
 
-def _batch_rows(metadata: Any, names: list[str]) -> int:
-    """Return how many rows are read at a time, by what the fullest row group says of its columns."""
+def _batch_rows(file: Any, names: list[str]) -> int:
+    """Return how many rows are read at a time, by what the fullest row group says of its size and of its lists."""
+    import pyarrow as pa
+
+    kinds = {name: file.schema_arrow.field(name).type for name in names}
+    lists = {name for name, kind in kinds.items() if pa.types.is_list(kind) or pa.types.is_large_list(kind)}
+    leaves = [k for k in range(len(file.schema)) if file.schema.column(k).path.split(".")[0] in lists]
     most = _ROWS_AT_A_TIME
-    for group in range(metadata.num_row_groups):
-        part = metadata.row_group(group)
+    for group in range(file.metadata.num_row_groups):
+        part = file.metadata.row_group(group)
         rows = max(1, part.num_rows)
-        for k in range(part.num_columns):
-            column = part.column(k)
-            if column.path_in_schema.split(".")[0] in names or column.path_in_schema in names:
-                values = max(1, _VALUES_AT_A_TIME * rows // max(1, column.num_values))
-                size = max(1, _BYTES_AT_A_TIME * rows // max(1, column.total_uncompressed_size))
-                most = min(most, size, values if column.num_values > rows else most)
-    return most
+        most = min(most, _BYTES_AT_A_TIME * rows // max(1, part.total_byte_size))
+        if leaves:  # read first, for that raises for a damaged footer, where asking for the meta data ends the process
+            next(file.iter_batches(1, row_groups=[group], columns=list(lists), use_threads=False), None)
+        for k in leaves:
+            most = min(most, _VALUES_AT_A_TIME * rows // max(1, part.column(k).num_values))
+    return max(1, most)
 
 
 def _cells_of(path: Path, name: str, column: Any, part: str, columns: Columns) -> Cells:

@@ -24,7 +24,7 @@ RUN_ROWS = 1 << 22
 """Rows (or quarters of items) that are sorted at once, and spilled if more follow."""
 PIECE_ROWS = 1 << 19
 """Rows that a merge aims to hold at a time."""
-_MARK = 4096  # rows between two entries of a run's index
+_MARK = 4096  # rows (or quarters of items) between two entries of a run's index
 _DIGIT = 11
 
 Int32Array = npt.NDArray[np.int32]
@@ -103,8 +103,9 @@ class _Run:
     rows: int
     columns: dict[str, npt.NDArray[Any]]
     places: dict[str, tuple[int, Any]]  # offset and dtype
-    times: Int64Array  # of every _MARK-th row
-    values: Int64Array  # items before every _MARK-th row, if rows have several
+    mark: int  # rows between two entries of the index
+    times: Int64Array  # of every mark-th row
+    values: Int64Array  # items before every mark-th row, if rows have several
 
 
 class Runs:
@@ -184,11 +185,14 @@ class Runs:
             column = getattr(rows, name)
             if column is not None:
                 columns[name] = column
-        values = np.zeros(0, dtype=np.int64)
+        values, mark = np.zeros(0, dtype=np.int64), _MARK
         if rows.lengths is not None:
             totals = np.concatenate([[0], np.cumsum(rows.lengths, dtype=np.int64)])
-            values = totals[:-1][::_MARK].copy()
-        run = _Run(rows.time_ns.size, columns, {}, rows.time_ns[::_MARK].copy(), values)
+            quarters = int(totals[-1]) // 4
+            if quarters > rows.time_ns.size:  # so that a piece between two entries is not larger where rows are wide
+                mark = max(1, _MARK * rows.time_ns.size // quarters)
+            values = totals[:-1][::mark].copy()
+        run = _Run(rows.time_ns.size, columns, {}, mark, rows.time_ns[::mark].copy(), values)
         if spill:
             self._spill(run)
         self._runs.append(run)
@@ -233,18 +237,18 @@ class Runs:
     def _value(self, run: _Run, row: int) -> int:
         """Return the items before a row."""
         if row >= run.rows:
-            mark = (run.rows - 1) // _MARK
+            mark = (run.rows - 1) // run.mark
             row = run.rows
         else:
-            mark = row // _MARK
-        return int(run.values[mark]) + int(self._column(run, "lengths", mark * _MARK, row).sum(dtype=np.int64))
+            mark = row // run.mark
+        return int(run.values[mark]) + int(self._column(run, "lengths", mark * run.mark, row).sum(dtype=np.int64))
 
     def _find(self, run: _Run, time_ns: int) -> int:
         """Return the first row whose time is time_ns or later."""
         mark = int(np.searchsorted(run.times, time_ns, side="left"))
         if mark == 0:
             return 0
-        start, end = (mark - 1) * _MARK, min(mark * _MARK, run.rows)
+        start, end = (mark - 1) * run.mark, min(mark * run.mark, run.rows)
         return start + int(np.searchsorted(self._column(run, "time_ns", start, end), time_ns, side="left"))
 
     def _splitters(self, from_ns: int, to_ns: int) -> list[int]:

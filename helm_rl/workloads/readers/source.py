@@ -42,6 +42,8 @@ class Source:
         self._file.seek(0)
         self._stream: Any = self._file
         self.packed: str | None = None
+        if start[1:4] == b"\x2a\x4d\x18" and 0x50 <= start[0] <= 0x5F:  # a skippable frame comes first
+            start = _KINDS[1][0]
         for magic, kind in _KINDS:
             if start.startswith(magic):
                 import pyarrow as pa
@@ -84,6 +86,16 @@ class Source:
             rest = data[cut:]
         if rest:
             yield rest
+
+
+def first_line_of(path: Path) -> str:
+    """Return the first line that is not blank, whatever its length up to MAX_LINE_BYTES."""
+    with Source(path) as source:
+        for piece in source.lines():
+            text = piece.removeprefix(b"\xef\xbb\xbf").lstrip()
+            if text:
+                return text.split(b"\n", 1)[0].decode("utf-8", "replace")
+    return ""
 
 
 def start_of(path: Path, size: int = 1 << 16) -> bytes:

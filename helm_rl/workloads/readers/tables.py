@@ -349,12 +349,17 @@ def read_csv(
     with Source(path, progress) as source:
         chunks = source.lines()
         chunk = next(chunks, b"").removeprefix(b"\xef\xbb\xbf")
-        layout = _Layout(path, mapping, chunk, arrivals)
         line = 1
+        while chunk and not (first := chunk[: chunk.find(b"\n") + 1 or len(chunk)]).strip():
+            chunk = chunk[len(first) :] or next(chunks, b"")
+            line += 1
+        if line > 1:
+            columns.drops.add("blank lines", path, 1, ": a blank line", line - 1)
+        layout = _Layout(path, mapping, chunk, arrivals, line)
         if mapping.header:
             cut = chunk.find(b"\n") + 1 or len(chunk)
             chunk = chunk[cut:]
-            line = 2
+            line += 1
         cutter = _Cutter(layout)
         rows = bad = 0
         while True:
@@ -378,20 +383,22 @@ def read_csv(
 class _Layout:
     """Where the wanted columns stand in the rows of one file."""
 
-    def __init__(self, path: Path, mapping: Mapping, start: bytes, arrivals: bool) -> None:
+    def __init__(self, path: Path, mapping: Mapping, start: bytes, arrivals: bool, line: int) -> None:
+        """line: the number of the first line of `start`."""
         self.mapping = mapping
+        self.line = line
         raw = start.split(b"\n", 1)[0][: 1 << 20]
         try:
             first = raw.decode("utf-8").removesuffix("\r").strip(" ")
         except UnicodeDecodeError:
-            raise UserError(f"{path}, line 1: not UTF-8 text") from None
+            raise UserError(f"{path}, line {self.line}: not UTF-8 text") from None
         if mapping.comment:
             first = first.removeprefix(mapping.comment).strip(" ")
         wanted = dict(mapping.named())
         optional = (*mapping.optional, *((mapping.time,) if arrivals else ()))
         self.separator = mapping.separator or _separator_of(path, mapping, first, list(wanted.values()))
         short = (first if len(first) <= 160 else first[:157] + "...").replace("\r", " ")
-        cells = _cells(first, self.separator)
+        cells = cells_of(first, self.separator)
         if mapping.header:
             self._check_header(path, cells, first, [name for name in wanted.values() if name not in optional], short)
             self.place = {part: cells.index(name) for part, name in wanted.items() if name in cells}
@@ -402,7 +409,8 @@ class _Layout:
             self._check_first_row(path, cells, start, short)
         if "time" not in self.place and not arrivals:
             raise UserError(
-                f"{path}, line 1: column {mapping.time or 'time'} is missing from the header found ({short}); "
+                f"{path}, line {self.line}: column {mapping.time or 'time'} is missing from the header found "
+                f"({short}); "
                 "a log without times needs --arrivals RATE"
             )
         self.greedy = int(mapping.greedy) - 1 if mapping.greedy else -1
@@ -411,35 +419,38 @@ class _Layout:
         missing = [name for name in needed if name not in cells]
         if missing:
             for separator, word in SEPARATOR_WORDS.items():
-                if separator != self.separator and set(needed) <= set(_cells(first, separator)):
+                if separator != self.separator and set(needed) <= set(cells_of(first, separator)):
                     raise UserError(
-                        f"{path}, line 1: columns are separated by {word}; "
+                        f"{path}, line {self.line}: columns are separated by {word}; "
                         f"a {self.mapping.name} log has {SEPARATOR_WORDS.get(self.separator, repr(self.separator))}"
                     )
             if _NUMBER.fullmatch(cells[0]):
-                raise UserError(f"{path}, line 1: a header is missing, the first line is data ({short})")
-            raise UserError(f"{path}, line 1: column {missing[0]} is missing from the header found ({short})")
+                raise UserError(f"{path}, line {self.line}: a header is missing, the first line is data ({short})")
+            raise UserError(f"{path}, line {self.line}: column {missing[0]} is missing from the header found ({short})")
         for name in cells:
             if name in needed and cells.count(name) > 1:
-                raise UserError(f"{path}, line 1: column {name} is there {cells.count(name)} times")
+                raise UserError(f"{path}, line {self.line}: column {name} is there {cells.count(name)} times")
 
     def _check_first_row(self, path: Path, cells: list[str], start: bytes, short: str) -> None:
         if max(self.place.values()) >= self.columns or (self.columns != len(cells) and not self.mapping.greedy):
             for separator, word in SEPARATOR_WORDS.items():
-                others = len(_cells(short, separator))
+                others = len(cells_of(short, separator))
                 if separator != self.separator and others > 1 and others >= self.columns and len(cells) == 1:
-                    raise UserError(f"{path}, line 1: columns are separated by {word}, not {self.separator!r}")
+                    raise UserError(
+                        f"{path}, line {self.line}: columns are separated by {word}, not {self.separator!r}"
+                    )
             if max(self.place.values()) >= len(cells):
                 raise UserError(
-                    f"{path}, line 1: {len(cells)} columns, where {max(self.place.values()) + 1} are needed"
+                    f"{path}, line {self.line}: {len(cells)} columns, where {max(self.place.values()) + 1} are needed"
                 )
         second = start.split(b"\n", 2)[1:2]
-        rows = [cells, _cells(second[0].decode("utf-8", "replace").strip(), self.separator) if second else []]
-        at = self.place.get("time")
-        if at is None or self.mapping.unit == "iso" or min(len(rows[0]), len(rows[1])) <= at:
-            return
-        if not _NUMBER.match(cells[at]) and _NUMBER.match(rows[1][at]):
-            raise UserError(f"{path}, line 1: a header ({short}), where a {self.mapping.name} log has none")
+        below = cells_of(second[0].decode("utf-8", "replace").strip(), self.separator) if second else []
+        at = [place for place in self.place.values() if place < min(len(cells), len(below))]
+        if "time" in self.place and self.mapping.unit != "iso":
+            at = [place for place in at if place == self.place["time"]]
+        # Names above numbers: of the times, or where there are none of every column.
+        if at and all(not _NUMBER.match(cells[place]) and _NUMBER.match(below[place]) for place in at):
+            raise UserError(f"{path}, line {self.line}: a header ({short}), where a {self.mapping.name} log has none")
 
 
 class _Cutter:
@@ -449,6 +460,7 @@ class _Cutter:
         self.layout = layout
         self.line = 0  # of the next chunk
         self.blanks = np.zeros(2, dtype=np.int64)
+        self._opened = np.zeros(2, dtype=np.int64)
         self.first_blank = 0
         self._parts = list(layout.place)
         self._wanted = np.array([layout.place[part] for part in self._parts], dtype=np.int64)
@@ -463,7 +475,7 @@ class _Cutter:
         """Yield rows, how many were dropped, and how many there were; `line` is that of the chunk's first."""
         data = np.frombuffer(chunk, dtype=np.uint8)
         layout = self.layout
-        quoted = layout.mapping.quoted and b'"' in chunk
+        quoted = layout.mapping.quoted and (b'"' in chunk or self._opened[0] > 0)
         begin = 0
         while begin < data.size:
             blanks_before = int(self.blanks.sum())
@@ -482,6 +494,7 @@ class _Cutter:
                 self._cells,
                 self._cuts,
                 self.blanks,
+                self._opened,
             )
             place = self._line[:n].astype(np.int64) + line
             if not self.first_blank and int(self.blanks.sum()) > blanks_before:
@@ -503,7 +516,7 @@ class _Cutter:
         layout = self.layout
         where = "the header has" if layout.mapping.header else f"a {layout.mapping.name} log has"
         found = {
-            delimited.OPEN_QUOTE: ("a quote that does not close on its line",) * 2,
+            delimited.OPEN_QUOTE: ("a quoted cell that does not end on its line",) * 2,
             delimited.INNER_QUOTE: ("a quote within a quoted cell",) * 2,
         }
         faults = {code: (cause, f": {said}") for code, (cause, said) in found.items()}
@@ -536,7 +549,8 @@ def _check_text(path: Path, chunk: bytes, line: int) -> None:
         raise UserError(f"{path}, line {line + chunk.count(10, 0, bad)}: not UTF-8 text")
 
 
-def _cells(line: str, separator: str) -> list[str]:
+def cells_of(line: str, separator: str) -> list[str]:
+    """Cut a header or a first row, without the blanks and quotes around its cells."""
     return [cell.strip().strip('"').strip() for cell in line.split(separator)]
 
 
@@ -545,7 +559,7 @@ def _separator_of(path: Path, mapping: Mapping, first: str, wanted: list[str]) -
     order = ("\t", "::", ",", ";", "|", " ")
     if mapping.header:
         for separator in order:
-            if set(wanted) - set(mapping.optional) <= set(_cells(first, separator)):
+            if set(wanted) - set(mapping.optional) <= set(cells_of(first, separator)):
                 return separator
         return ","
-    return max(order, key=lambda separator: (len(_cells(first, separator)), -order.index(separator)))
+    return max(order, key=lambda separator: (len(cells_of(first, separator)), -order.index(separator)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -103,7 +104,8 @@ def test_mistakes_are_told_in_a_sentence_and_nothing_is_written(
     assert [path.name for path in folder.iterdir()] == ["log.csv"]
 
 
-def test_a_killed_conversion_leaves_no_spill_and_no_half_output(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_killed_conversion_leaves_no_spill_and_no_half_output(folder: Path, number: int) -> None:
     rng = np.random.default_rng(0)
     log(folder, *(row(i % 1000, i, T0 + int(t)) for i, t in enumerate(rng.integers(0, 10**9, 200_000))))
     code = (
@@ -116,7 +118,58 @@ def test_a_killed_conversion_leaves_no_spill_and_no_half_output(folder: Path) ->
         if any(name.endswith(".tmp") for name in os.listdir(folder)):
             break
         time.sleep(0.01)
-    process.send_signal(2)
+    process.send_signal(number)
     process.wait(60)
     assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
     assert set(os.listdir(folder)) <= {"log.csv", "t.parquet"}
+
+
+def test_the_other_log_needs_no_times(folder: Path) -> None:
+    (folder / "azure.csv").write_text(AZURE)
+    names = "user_id,item_id,click,follow,like,share,video_category"
+    (folder / "qb.csv").write_text(f"{names}\n" + "".join(f"{i % 2},{9 - i},1,0,0,0,1\n" for i in range(4)))
+    assert run("azure.csv", "--with", "qb.csv", "--output", "t.parquet") == 0
+    trace = Trace.load("t.parquet")
+    assert trace.item_ids is not None
+    assert trace.item_ids[trace.item_values].tolist() == [9, 8, 7, 6]
+    assert trace.arrival_ns.tolist() == [0, 3 * SECOND, 4 * SECOND, 9 * SECOND]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--with-map", "item=i"], "there is no --with"),
+        (["--with"], "--with needs the log"),
+        (["--session-s", "5"], "pass --requests session-gap too"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    log(folder, *GOOD)
+    assert run("log.csv", "--output", "t.parquet", *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_control_characters_are_printed_as_escapes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "a\x1b[31m.jsonl"
+    path.write_text('{"t": 0, "u": 1, "i": 1, "c": "x\\u001b[2J"}\n')
+    words = ["--output", "t.parquet", "--map"]
+    assert run(path.name, *words, "time=t,user=u,item=i,tenant=c") == 0
+    assert run(path.name, *words, "time=t,user=u,item=zz", "--overwrite") == 2
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err
+    assert "x\\x1b[2J" in said.out
+    assert "a\\x1b[31m.jsonl" in said.err
+
+
+def test_no_memory_is_told_in_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    log(folder, *GOOD)
+    monkeypatch.setattr("helm_rl.workloads.convert.write_trace", fail)
+    assert run("log.csv", "--output", "t.parquet") == 1
+    assert capsys.readouterr().err == "error: not enough memory for this; nothing was written\n"

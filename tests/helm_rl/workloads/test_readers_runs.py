@@ -227,6 +227,7 @@ def cells_of(text: str, separator: str, wanted: list[int], columns: int, greedy:
         count,
         np.zeros(cut.MOST_CELLS + 1, np.int64),
         np.zeros(2, np.int64),
+        np.zeros(2, np.int64),
     )
     assert end == data.size
     found = [

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from helm_rl.errors import UserError
-from helm_rl.workloads.readers import jsonl, parquet, parse_mapping, read_trace
-from helm_rl.workloads.trace import StringIds, Trace
+from helm_rl.workloads.readers import jsonl, parquet, parse_mapping, read_trace, runs
+from helm_rl.workloads.trace import StringIds, Trace, UnsoundTraceError
 from tests.helm_rl.workloads.test_readers import T0, log, row
 
 PLAIN = "time=t:s,user=u,item=i"
@@ -64,7 +64,8 @@ def test_texts_that_many_rows_share_are_held_once(tmp_path: Path) -> None:
 def test_lists_are_read_by_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "_VALUES_AT_A_TIME", 1000)
     path = table(tmp_path, {"t": np.arange(50), "u": np.arange(50), "i": [[0] * 400] * 50})
-    assert parquet._batch_rows(pq.read_metadata(path), ["t", "u", "i"]) == 2
+    with pq.ParquetFile(path) as file:
+        assert parquet._batch_rows(file, ["t", "u", "i"]) == 2
     assert int(read(path).history_tokens.sum()) == 50 * 400
 
 
@@ -177,3 +178,94 @@ def test_a_user_that_is_missing_is_dropped(tmp_path: Path, word: str, kind: str)
     trace = read(path, f"time=t:s,user=u{kind},item=i")
     assert dropped(trace) == {"u empty": 1}
     assert [str(one) for one in np.asarray(trace.user_ids.tolist() if trace.user_ids is not None else [])] == ["5", "6"]
+
+
+def test_what_is_written_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a reader had let an empty list through: a request with a history of nothing."""
+    monkeypatch.setattr("helm_rl.workloads.readers.tables._NO_ITEMS", 0)
+    path = lines(tmp_path, {"t": 0, "u": 1, "i": []}, {"t": 1, "u": 1, "i": [5]})
+    with pytest.raises(UnsoundTraceError, match=r"history_tokens\[0\] = 0 is outside"):
+        read(path)
+
+
+def test_wide_rows_are_cut_into_pieces_and_row_groups_by_their_items(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = lines(tmp_path, *({"t": 9 - i, "u": i % 3, "i": [i] * 400} for i in range(9)))
+    whole = read(path)
+    monkeypatch.setattr(runs, "_MARK", 128)
+    monkeypatch.setattr(runs, "PIECE_ROWS", 256)
+    monkeypatch.setattr(runs, "RUN_ROWS", 300)
+    sizes = []
+    pieces = runs.Runs.pieces
+    monkeypatch.setattr(runs.Runs, "pieces", lambda *a: (sizes.append(part.item.size) or part for part in pieces(*a)))
+    assert read(path).hash() == whole.hash()
+    assert max(sizes) <= 1200
+    monkeypatch.setattr("helm_rl.workloads.trace._GROUP_VALUES", 1000)
+    whole.save(tmp_path / "t.parquet")
+    assert pq.ParquetFile(tmp_path / "t.parquet").num_row_groups == 5
+    assert Trace.load(tmp_path / "t.parquet").hash() == whole.hash()
+
+
+def test_a_first_line_of_any_length_tells_the_format(tmp_path: Path) -> None:
+    request = {"timestamp": 0, "input_length": 512 * 20_000, "output_length": 1, "hash_ids": list(range(20_000))}
+    path = lines(tmp_path, request, request | {"timestamp": 5})
+    assert path.stat().st_size > 2 * (1 << 16)
+    assert read_trace(path).meta.source == "mooncake"
+
+
+def test_zeros_and_records_of_another_size_are_no_oracle_general(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    path.write_bytes(bytes(2400))
+    with pytest.raises(UserError):
+        read_trace(path)
+    with pytest.raises(UserError, match="every object is 0"):
+        read_trace(path, "oracle-general")
+    kinds = [("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("op", "<u2"), ("ns", "u1"), ("next", "<i8")]
+    records = np.zeros(2400, np.dtype(kinds))
+    records["time"], records["object"], records["next"] = np.arange(2400) // 9, np.arange(2400) * 77 + 9, 2**40
+    path.write_bytes(records.tobytes())
+    with pytest.raises(UserError, match="times decrease at"):
+        read_trace(path, "oracle-general")
+
+
+def test_names_above_numbers_are_a_header(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("user_id,item_id\n1,10\n2,11\n")
+    with pytest.raises(UserError, match="line 1: a header"):
+        read(path, "header=no,user=1,item=2", arrivals=5.0)
+
+
+def test_blank_first_lines_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("\n  \nt,u,i\n0,1,1\nx,1,2\n1,2,3\n")
+    trace = read(path)
+    assert dropped(trace) == {"blank lines": 2, "t not a number of seconds": 1}
+    assert any("line 5" in cause for cause in trace.meta.dropped)
+    with pytest.raises(UserError, match="line 3: column zz is missing"):
+        read(path, "time=zz,user=u,item=i")
+
+
+def test_the_rest_of_a_quoted_cell_on_the_next_line_is_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text('t,u,i,note\n0,1,1,a\n1,2,2,"one\n2,3,3,two"\n3,4,4,b\n4,5,5,"c"\n')
+    trace = read(path)
+    assert dropped(trace) == {"a quoted cell that does not end on its line": 2}
+    path.write_text('note,t,u,i\na,0,1,1\n"one\ntwo",1,2,2\n"x\n\ny",2,3,3\nb,3,4,4\nc,3,5,4\nd,3,6,4\ne,3,7,4\n')
+    trace = read(path)
+    assert np.asarray(trace.user_ids).tolist() == [1, 4, 5, 6, 7]
+
+
+def test_zstd_may_begin_with_a_frame_to_skip(tmp_path: Path) -> None:
+    packed = pa.compress(b"t,u,i\n0,1,1\n1,2,2\n", codec="zstd", asbytes=True)
+    path = tmp_path / "log.csv.zst"
+    path.write_bytes(b"\x53\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"hello" + packed)
+    assert len(read(path)) == 2
+
+
+def test_a_clock_of_whole_seconds_is_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "cluster1.csv"
+    path.write_text("".join(f"{i // 50},key{i},4,10,{i % 60},get,0\n" for i in range(1000)))
+    trace = read_trace(path, "twitter", spread=True)
+    assert "arrivals spread evenly over 1 s each (seed 1)" in trace.meta.steps
+    assert np.unique(trace.arrival_ns).size > 900

@@ -73,10 +73,11 @@ class InspectArgs:
 
 @dataclass
 class FitArgs:
-    """Write a scenario whose traces have a trace's rate, dispersion, popularity, pauses and histories.
+    """Write a scenario whose traces come near a trace's rate, dispersion, popularity exponent, returns and pauses.
 
-    What was measured is printed beside what the scenario's own traces have, and stands in the scenario's comments, as
-    does what could not be matched. The trace is taken as one constant load; its phases are not told apart.
+    Histories are generated as a lognormal with the mean and the spread measured. What was measured is printed beside
+    what the scenario's own traces have, and stands in the scenario's comments, as does, with its cause, every statistic
+    that is off by more than 10 %. The trace is taken as one constant load; its phases are not told apart.
 
     Example: helm-rl trace fit mooncake.parquet --output mooncake.toml
     """

@@ -1,4 +1,8 @@
-"""A scenario fitted to a trace: the load whose generated traces have the statistics that were measured.
+"""A scenario fitted to a trace: a load whose generated traces come near the statistics that were measured.
+
+They come near in rate, dispersion, exponent of the items' popularity, and returns and pauses of users. Histories are a
+lognormal, so of them only mean and spread are kept, and items are named one for each new token. What is off by more
+than 10 % is noted.
 
 Fields that a statistic gives at once are set to it. Of the others (how long visits and pauses are, how soon users come
 back, how long histories were before) a trace shows only a part, cut off at both its ends, so they are adjusted until
@@ -10,8 +14,8 @@ some come more often than others, for one request each time; or as returners, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +41,25 @@ _MOST_USERS = 10**10
 _MOST_RATE = 1e7
 _LEAST_CV = 1e-3  # less makes no difference
 _SEED = 1  # of the traces generated on the way; what is shown in the end has another
+_NOTED = 0.1  # relative difference
+
+_NAMES = {
+    "rate_per_s": "rate, requests/s",
+    "zipf_exponent": "Zipf exponent of items",
+    "top_items_share": "share of the top 1 % of items",
+    "items": "items named",
+    "users": "users",
+    "returning": "requests by a user seen before",
+    "hot_user_ratio": "hot-user ratio (60 s)",
+    "pause_p50_s": "pause until a user returns, p50, s",
+    "pause_p90_s": "pause until a user returns, p90, s",
+    "short_pause_p50_s": "pauses of at most 60 s, p50, s",
+    "history_mean": "history, mean, tokens",
+    "history_p50": "history, p50, tokens",
+    "history_p90": "history, p90, tokens",
+    "history_log_sd": "history, sd of its logarithm",
+    "new_tokens_mean": "new tokens per request of a user seen before",
+}
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -53,7 +76,7 @@ class Statistics:
     items: int | None  # distinct
     users: int  # distinct
     returning: float  # share of requests by a user seen before
-    hot_user_ratio: float
+    hot_user_ratio: float  # of the measured requests, as `summarise` has it
     pause_p50_s: float | None  # between a user's requests
     pause_p90_s: float | None
     short_pause_p50_s: float | None  # of pauses of at most 60 s
@@ -91,6 +114,7 @@ def measure(trace: Trace, step_s: float = 0.0, items: bool = True) -> Statistics
     law = fit_zipf(references)
     top = np.sort(references)[::-1][: -(-references.size // 100)]
     history = trace.history_tokens
+    measured = trace.arrival_ns >= trace.meta.measure_from_ns
     windows = tuple(window for window in WINDOWS_S if suits(window, step_s))
     appended = trace.new_tokens[again] if again.any() else trace.new_tokens
     return Statistics(
@@ -102,7 +126,7 @@ def measure(trace: Trace, step_s: float = 0.0, items: bool = True) -> Statistics
         items=named.size or None,
         users=int(np.unique(trace.user).size),
         returning=float(again.mean()),
-        hot_user_ratio=float((again & (gap_ns <= RETURN_NS)).mean()),
+        hot_user_ratio=float((again & (gap_ns <= RETURN_NS))[measured].mean()) if measured.any() else 0.0,
         pause_p50_s=quantile(pauses, 0.5) if pauses.size else None,
         pause_p90_s=quantile(pauses, 0.9) if pauses.size else None,
         short_pause_p50_s=quantile(short, 0.5) if short.size else None,
@@ -150,7 +174,52 @@ def fit(trace: Trace, name: str, slo_ms: float = 100.0, doing: Callable[[str], N
             f"trace {trace.meta.name}, of {len(trace)} requests by {measured.users} users, cannot be fitted; what came "
             f"nearest cannot be generated: {error}"
         ) from None
-    return Fit(base, measured, generated, kind, tuple(notes))
+    found = Fit(base, measured, generated, kind, tuple(notes))
+    return replace(found, notes=(*notes, *_differences(trace, found)))
+
+
+def label(name: str, measured: Statistics) -> str:
+    """Return what a statistic of `distances` is, in words."""
+    if name == "new_tokens_mean" and measured.returning == 0:
+        return "new tokens per request"
+    return _NAMES.get(name) or f"dispersion in windows of {name.removeprefix('dispersion_').removesuffix('_s')} s"
+
+
+def _differences(trace: Trace, found: Fit) -> Iterator[str]:
+    """Say of each statistic that is off by more than _NOTED by how much, and why; those of one cause together."""
+    off: dict[str, list[str]] = {}
+    for name, (_, _, difference) in distances(found).items():
+        if abs(difference) > _NOTED:
+            off.setdefault(_cause(name, trace, found), []).append(f"{label(name, found.measured)} ({difference:+.0%})")
+    for cause, statistics in off.items():
+        yield f"{'; '.join(statistics)}: {cause}"
+
+
+def _cause(name: str, trace: Trace, found: Fit) -> str:
+    """Say why generated traces may differ in a statistic."""
+    if name == "rate_per_s":
+        return "chance; the rate asked is the one measured, but the trace is short for how much it varies"
+    if name.startswith("dispersion_"):
+        return "a generated rate varies at random with one mean time between changes, on top of what visits do"
+    if name in ("zipf_exponent", "top_items_share", "items"):
+        if trace.meta.content == "blocks":
+            return (
+                f"the items of the trace are content blocks of {trace.meta.block_tokens} tokens, and a generated trace "
+                "names an item for each new token"
+            )
+        if not found.measured.zipf_fits:
+            return "no Zipf law fits the popularity of items, and generated items follow one"
+        return "the exponent is fitted to the items named often, the number of items to all, and a law has no more"
+    if name.startswith("history_"):
+        return (
+            "histories before the trace are generated as a lognormal, whoever the user is, fitted to the mean and the "
+            "spread of the logarithm"
+        )
+    if name == "new_tokens_mean":
+        return "what requests append is bounded, from 1 token to what bounds the trace"
+    if found.kind == "visitors" and "pause" in name:
+        return "generated pauses within a visit follow one lognormal law"
+    return f"of the ways in which users may come, as {found.kind} is the nearest, and it has no more to adjust"
 
 
 def _check_span_and_users(trace: Trace) -> None:
@@ -204,19 +273,17 @@ def _missing(trace: Trace, measured: Statistics, step_s: float) -> list[str]:
     notes = []
     if measured.items is None:
         notes.append("the trace names no item: their popularity and number are defaults, not measured")
-    elif trace.meta.content == "blocks":
-        notes.append(
-            f"the items of the trace are blocks of {trace.meta.block_tokens} tokens; a generated trace names one for "
-            "each new token, so the number of items and their shares differ"
-        )
     if measured.items is not None and measured.zipf_exponent is None:
         notes.append("too few items are named often enough to fit a law: the exponent is a default, not measured")
     if measured.zipf_exponent is not None and not measured.zipf_fits:
-        notes.append("no Zipf law fits the popularity of items: the exponent is the nearest, so shares differ")
+        notes.append("no Zipf law fits the popularity of items: the exponent is the nearest")
     if measured.returning == 0:
         notes.append("no user comes twice: the trace knows no users, or each request was given one of its own")
     if step_s > 0:
-        notes.append(f"arrivals come in steps of {step_s:g} s: times within a step, and rates over it, are not known")
+        notes.append(
+            f"arrivals come in steps of {step_s:g} s: times within a step, and rates over it, are not known; pauses of "
+            "less than a step are taken as half a step"
+        )
     if not measured.dispersion:
         notes.append("the trace is too short to tell how the rate varies: arrivals are Poisson's")
     if len(trace.meta.phases) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from helm_rl.workloads.fit import Fit, distances
+from helm_rl.workloads.fit import Fit, distances, label
 from helm_rl.workloads.wording import TextTable
 
 _KINDS = {
@@ -12,23 +12,6 @@ _KINDS = {
     "regulars": "Users are regulars: they come again and again, some more often than others.",
     "returners": "Users are returners: all alike, they come again and again, for visits of several requests.",
     "strangers": "Users are strangers: no one comes twice.",
-}
-_NAMES = {
-    "rate_per_s": "rate, requests/s",
-    "zipf_exponent": "Zipf exponent of items",
-    "top_items_share": "share of the top 1 % of items",
-    "items": "items named",
-    "users": "users",
-    "returning": "requests by a user seen before",
-    "hot_user_ratio": "hot-user ratio (60 s)",
-    "pause_p50_s": "pause until a user returns, p50, s",
-    "pause_p90_s": "pause until a user returns, p90, s",
-    "short_pause_p50_s": "pauses of at most 60 s, p50, s",
-    "history_mean": "history, mean, tokens",
-    "history_p50": "history, p50, tokens",
-    "history_p90": "history, p90, tokens",
-    "history_log_sd": "history, sd of its logarithm",
-    "new_tokens_mean": "new tokens per request",
 }
 # Fields of [load] that are written in any case, and what they are.
 _FIELDS = {
@@ -47,8 +30,7 @@ def table(found: Fit) -> TextTable:
     """Lay out each statistic: measured, generated, relative difference."""
     rows = []
     for name, (measured, generated, difference) in distances(found).items():
-        label = _NAMES.get(name) or f"dispersion in windows of {name.removeprefix('dispersion_').removesuffix('_s')} s"
-        rows.append([label, f"{measured:,.4g}", f"{generated:,.4g}", f"{difference:+.1%}"])
+        rows.append([label(name, found.measured), f"{measured:,.4g}", f"{generated:,.4g}", f"{difference:+.1%}"])
     return TextTable("measured and generated", ["", "measured", "generated", "difference"], rows)
 
 
@@ -56,8 +38,8 @@ def toml(found: Fit, source: str) -> str:
     """Return the scenario as the text of a TOML file; source: name of the trace's file."""
     scenario, load = found.scenario, found.scenario.load
     lines = [f"# Fitted to {_comment(source)} by `helm-rl trace fit`: measured there, and of traces of this scenario:"]
-    for label, measured, generated, difference in table(found).rows:
-        lines.append(f"#   {label}: {measured}, {generated} ({difference})")
+    for name, measured, generated, difference in table(found).rows:
+        lines.append(f"#   {name}: {measured}, {generated} ({difference})")
     lines += [f"# Not matched: {note}." for note in found.notes]
     lines += [
         "# Chosen, not measured: the SLO, and all of [model] and [hardware].",

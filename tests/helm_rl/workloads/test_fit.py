@@ -12,10 +12,10 @@ import pytest
 from helm_rl import cli
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario, load_scenario
-from helm_rl.workloads.fit import Fit, catalogue, distances, fit, measure
+from helm_rl.workloads.fit import Fit, catalogue, distances, fit, label, measure
 from helm_rl.workloads.fitted import toml
 from helm_rl.workloads.generate import generate, zipf_codes
-from helm_rl.workloads.inspect import clock_step_s
+from helm_rl.workloads.inspect import clock_step_s, summarise
 from helm_rl.workloads.trace import Trace
 from tests.helm_rl.workloads.loads import scenario
 from tests.helm_rl.workloads.test_inspect import trace_of
@@ -190,6 +190,40 @@ def test_few_users_are_fitted_or_refused_in_words(users: int) -> None:
         found = None
         said = str(error)
     assert found.generated.returning > 0.9 if found else f"by {users} users, cannot be fitted" in said
+
+
+def test_every_statistic_that_is_off_is_noted_with_its_cause() -> None:
+    """Histories of two lengths, which are no lognormal; blocks, of which a trace names other numbers than of tokens."""
+    rng = np.random.default_rng(4)
+    times = np.cumsum(rng.exponential(0.2, 2000)).tolist()
+    items = np.minimum(rng.zipf(1.6, (2000, 3)), 4000).tolist()
+    trace = trace_of(times, list(range(2000)), items, rng.choice([100, 3000], 2000, p=[0.3, 0.7]).tolist())
+    blocks = trace.meta.model_copy(update={"content": "blocks", "block_tokens": 16})
+    trace = replace(trace, meta=blocks, new_tokens=np.full(2000, 48, np.int32))
+    found = fit(trace, "two lengths")
+    off = {name: difference for name, (_, _, difference) in distances(found).items() if abs(difference) > 0.1}
+    assert "history_log_sd" in off
+    assert "items" in off
+    for name, difference in off.items():
+        (note,) = [note for note in found.notes if f"{label(name, found.measured)} ({difference:+.0%})" in note]
+        assert ": " in note
+        assert not name.startswith("history") or "as a lognormal" in note
+        assert name not in ("items", "top_items_share") or "blocks of 16 tokens" in note
+    noted = sum(note.count("%)") for note in found.notes)
+    assert noted == len(off)
+    assert f"# Not matched: {found.notes[-1]}." in toml(found, "x.parquet").splitlines()
+
+
+def test_the_same_words_mean_the_same_in_inspect_and_fit(saved: Path) -> None:
+    trace = Trace.load(saved)
+    found, said = measure(trace), summarise(trace)
+    assert found.hot_user_ratio == said.hot_user_ratio
+    assert (found.pause_p50_s, found.pause_p90_s) == (said.return_gap_s.p50, said.return_gap_s.p90)
+    assert (found.history_p50, found.history_p90) == (said.history_tokens.p50, said.history_tokens.p90)
+    assert (found.rate_per_s, found.returning, found.users) == (said.rate_mean, said.returning, said.users)
+    assert found.top_items_share == said.top_items_share
+    assert found.new_tokens_mean != said.new_tokens.mean  # that is of all requests
+    assert label("new_tokens_mean", found) == "new tokens per request of a user seen before"
 
 
 def test_what_cannot_be_fitted_is_refused(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,16 @@ MODERATE = 0.7
 _LEAST_WEIGHT = 1e-6  # of a day's largest
 _LEAST_CV = 1e-4  # of a rate that varies
 # Fields of [load] that came after hashes of scenarios had been written down: at their defaults they are no part of one.
-_LATER_FIELDS = ("think_sigma", "zipf_users", "rate_cv", "rate_cv_s", "day", "day_s", "renewed_per_hour")
+_LATER_FIELDS = (
+    "think_sigma",
+    "zipf_users",
+    "rate_cv",
+    "rate_cv_s",
+    "day",
+    "day_s",
+    "renewed_per_hour",
+    "history_quantiles",
+)
 
 
 def _whole(value: Any) -> Any:
@@ -134,6 +143,7 @@ _RequestRate = Annotated[Real, Field(ge=0, le=1e7)]
 _RequestsPerVisit = Annotated[Real, Field(ge=1, le=10_000)]
 _ThinkSeconds = Annotated[Real, Field(gt=0, le=86_400)]
 _DayWeight = Annotated[Real, Field(ge=0, le=1e9)]
+_HistoryTokens = Annotated[Real, Field(ge=1)]
 _HotItems = Annotated[Whole, Field(ge=1, le=10**12)]
 
 
@@ -164,8 +174,9 @@ class LoadSection(_Section):
     items: Annotated[Whole, Field(ge=1, le=10**12)] = 300_000_000
     hot_fraction: _Fraction = 0.0
     hot_items: _HotItems = 4000
-    history_mean: Annotated[Real, Field(ge=1)] = 1500.0  # tokens; the mean of what is left after history_max
+    history_mean: _HistoryTokens = 1500.0  # tokens; the mean of what is left after history_max
     history_sigma: Annotated[Real, Field(ge=0, le=4)] = 1.0  # of the logarithm
+    history_quantiles: Annotated[tuple[_HistoryTokens, ...], Field(max_length=1025)] = ()  # instead: at even shares
     history_max: Annotated[Whole, Field(ge=1, le=1 << 24)] = 8192
     new_tokens_mean: Annotated[Real, Field(ge=1, le=10_000)] = 4.0  # events appended per request
     think_sigma: Annotated[Real, Field(ge=0, le=4)] = 0.0  # of the logarithm of pauses, then lognormal; 0: exponential
@@ -184,7 +195,9 @@ class LoadSection(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> LoadSection:
-        if self.history_mean > 0.95 * self.history_max:
+        if self.history_quantiles:
+            self._check_quantiles()
+        elif self.history_mean > 0.95 * self.history_max:
             raise ValueError(
                 f"history_mean = {self.history_mean:g} must be at most .95 of history_max = {self.history_max}"
             )
@@ -212,6 +225,19 @@ class LoadSection(_Section):
             if not getattr(self, needed) and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} = {getattr(self, name):g} has no effect without {needed}: give that too")
         return self
+
+    def _check_quantiles(self) -> None:
+        found = self.history_quantiles
+        if len(found) < 2 or list(found) != sorted(found) or found[-1] > self.history_max:
+            raise ValueError(
+                "history_quantiles must be 2 numbers or more, ascending, the last at most history_max = "
+                f"{self.history_max}"
+            )
+        for name in ("history_mean", "history_sigma"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} = {getattr(self, name):g} has no effect beside history_quantiles: leave one out"
+                )
 
 
 class RewardSection(_Section):

@@ -75,7 +75,7 @@ class InspectArgs:
 class FitArgs:
     """Write a scenario whose traces come near a trace's rate, dispersion, popularity exponent, returns and pauses.
 
-    Histories are generated as a lognormal with the mean and the spread measured. What was measured is printed beside
+    Histories are a lognormal or, where that is far off, follow their percentiles. What was measured is printed beside
     what the scenario's own traces have, and stands in the scenario's comments, as does, with its cause, every statistic
     that is off by more than 10 %. The trace is taken as one constant load; its phases are not told apart.
 

@@ -1,8 +1,8 @@
 """A scenario fitted to a trace: a load whose generated traces come near the statistics that were measured.
 
-They come near in rate, dispersion, exponent of the items' popularity, and returns and pauses of users. Histories are a
-lognormal, so of them only mean and spread are kept, and items are named one for each new token. What is off by more
-than 10 % is noted.
+They come near in rate, dispersion, exponent of the items' popularity, returns and pauses of users, and histories, which
+are a lognormal or, where that is far off, follow percentiles. Items are named one for each new token. What is off by
+more than 10 % is noted.
 
 Fields that a statistic gives at once are set to it. Of the others (how long visits and pauses are, how soon users come
 back, how long histories were before) a trace shows only a part, cut off at both its ends, so they are adjusted until
@@ -42,6 +42,7 @@ _MOST_RATE = 1e7
 _LEAST_CV = 1e-3  # less makes no difference
 _SEED = 1  # of the traces generated on the way; what is shown in the end has another
 _NOTED = 0.1  # relative difference
+_FAR = 0.05  # mean difference between logarithms of percentiles of histories, above which a lognormal is far off
 
 _NAMES = {
     "rate_per_s": "rate, requests/s",
@@ -84,6 +85,7 @@ class Statistics:
     history_p50: float
     history_p90: float
     history_log_sd: float
+    history_percentiles: tuple[float, ...]  # of ranks 0 to 100 %
     new_tokens_mean: float | None  # of requests by a user seen before; of all, where there are none
 
 
@@ -134,6 +136,7 @@ def measure(trace: Trace, step_s: float = 0.0, items: bool = True) -> Statistics
         history_p50=quantile(history, 0.5),
         history_p90=quantile(history, 0.9),
         history_log_sd=float(np.log(np.maximum(history, 1)).std()),
+        history_percentiles=tuple(np.quantile(history, np.linspace(0, 1, 101), method="inverted_cdf").tolist()),
         new_tokens_mean=float(appended.mean()) if trace.new_tokens.any() else None,
     )
 
@@ -211,10 +214,8 @@ def _cause(name: str, trace: Trace, found: Fit) -> str:
             return "no Zipf law fits the popularity of items, and generated items follow one"
         return "the exponent is fitted to the items named often, the number of items to all, and a law has no more"
     if name.startswith("history_"):
-        return (
-            "histories before the trace are generated as a lognormal, whoever the user is, fitted to the mean and the "
-            "spread of the logarithm"
-        )
+        law = "by percentiles" if found.scenario.load.history_quantiles else "as a lognormal"
+        return f"histories before the trace are generated {law}, whoever the user is and however often he comes"
     if name == "new_tokens_mean":
         return "what requests append is bounded, from 1 token to what bounds the trace"
     if found.kind == "visitors" and "pause" in name:
@@ -244,7 +245,7 @@ def distances(fit: Fit) -> dict[str, tuple[float, float, float]]:
         left, right = getattr(fit.measured, field.name), getattr(fit.generated, field.name)
         if field.name == "dispersion":
             found |= {f"dispersion_{window}_s": (left[window], right[window]) for window in left if window in right}
-        elif field.name != "zipf_fits" and None not in (left, right):
+        elif field.name not in ("zipf_fits", "history_percentiles") and None not in (left, right):
             found[field.name] = (float(left), float(right))
     return {
         name: (left, right, (right - left) / left if left else (0.0 if right == left else math.inf))
@@ -261,6 +262,8 @@ def _mean(several: list[Statistics]) -> Statistics:
         there = [value for value in values if value is not None]
         if not there or isinstance(there[0], bool):
             return all(there) if there else None
+        if isinstance(there[0], tuple):
+            return tuple(np.mean(there, axis=0).tolist())
         return float(np.mean(there))
 
     return Statistics(
@@ -362,11 +365,11 @@ class _Tries:
         mean, sigma = target.history_mean, min(4.0, target.history_log_sd)
         limit = base.load.history_max
         best, least = base, math.inf
+        # Users who come back must all be there; of visitors fewer will do.
+        share = 1.0 if kind in ("regulars", "returners") else min(1.0, _HISTORIES_TRIED / self.expected)
         for round_ in range(_ROUNDS):
             self.doing(f"histories, round {round_ + 1}")
             tried = _with(base, history_mean=min(max(1.0, mean), 0.95 * limit), history_sigma=min(max(0.0, sigma), 4.0))
-            # Users who come back must all be there; of visitors fewer will do.
-            share = 1.0 if kind in ("regulars", "returners") else min(1.0, _HISTORIES_TRIED / self.expected)
             try:
                 found = self._measure(tried, share)
             except UserError:  # so few users that there may be no request
@@ -378,6 +381,32 @@ class _Tries:
                 best, least = tried, off
             mean = tried.load.history_mean * target.history_mean / found.history_mean
             sigma = tried.load.history_sigma + 0.7 * (target.history_log_sd - found.history_log_sd)
+        return self._percentiles(share, best)
+
+    def _percentiles(self, share: float, base: Scenario) -> Scenario:
+        """Give users the histories before the trace that show the percentiles measured, if `base` is far from them."""
+        plain = {name: LoadSection.model_fields[name].default for name in ("history_mean", "history_sigma")}
+        wanted = np.array(self.measured.history_percentiles)
+        percentiles, best, least = wanted, base, math.inf
+        for round_ in range(1 + _ROUNDS // 2):
+            tried = base  # first, as it is
+            if round_ > 0:
+                self.doing(f"percentiles of histories, round {round_}")
+                percentiles = np.maximum.accumulate(np.clip(np.rint(percentiles), 1, base.load.history_max))
+                tried = _with(base, **plain, history_quantiles=tuple(percentiles.tolist()))
+            try:
+                found = np.array(self._measure(tried, share).history_percentiles)
+            except UserError:  # so few users that there may be no request
+                break
+            off = float(np.abs(np.log(np.maximum(found, 1) / np.maximum(wanted, 1))).mean())
+            if round_ == 0:
+                if off < _FAR:
+                    break
+                off *= 2  # a law of two numbers is worth that much
+            else:
+                percentiles = percentiles * np.maximum(wanted, 1) / np.maximum(found, 1)
+            if off < least:
+                best, least = tried, off
         return best
 
     def variation(self, base: Scenario) -> Scenario:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from helm_rl.workloads.fit import Fit, distances, label
 from helm_rl.workloads.wording import TextTable
@@ -61,14 +62,20 @@ def toml(found: Fit, source: str) -> str:
     ]
     for name, field in type(load).model_fields.items():
         value = getattr(load, name)
-        if value != field.default or name in _FIELDS:
-            lines.append(f"{name} = {_real(value)}" + (f" # {_FIELDS[name]}" if name in _FIELDS else ""))
+        if value != field.default or (name in _FIELDS and not (name == "history_mean" and load.history_quantiles)):
+            lines.append(f"{name} = {_value(value)}" + (f" # {_FIELDS[name]}" if name in _FIELDS else ""))
+            if name == "history_quantiles":
+                lines.insert(-1, "# tokens of users' histories before the trace: least, percentiles 1 to 99, most")
     return "\n".join(lines) + "\n"
 
 
 def _string(text: str) -> str:
     """Return a TOML string: JSON's, whose escapes above U+FFFF are no TOML's, and DEL escaped too."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _value(value: Any) -> str:
+    return "[" + ", ".join(map(_real, value)) + "]" if isinstance(value, tuple) else _real(value)
 
 
 def _real(value: float) -> str:

@@ -512,10 +512,13 @@ def _last(part: LoadSection | LoadPhase) -> float:
 
 
 def _initial_history(load: LoadSection, user: IntArray) -> IntArray:
-    """Return the events each user had before the trace: lognormal, from a hash of his code; int64 (n,)."""
+    """Return the events each user had before the trace: lognormal or by quantiles, from his code's hash; int64 (n,)."""
+    code = user.astype(np.uint64) * np.uint64(2)
+    if load.history_quantiles:
+        share = np.linspace(0, 1, len(load.history_quantiles))
+        return np.rint(np.exp(np.interp(_uniform(code), share, np.log(load.history_quantiles)))).astype(np.int64)
     if load.history_sigma == 0:
         return np.full(user.size, round(load.history_mean), dtype=np.int64)
-    code = user.astype(np.uint64) * np.uint64(2)
     first, second = _uniform(code), _uniform(code + np.uint64(1))
     normal = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)  # Box and Muller
     tokens = np.exp(_location(load) + load.history_sigma * normal)

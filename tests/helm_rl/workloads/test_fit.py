@@ -193,25 +193,41 @@ def test_few_users_are_fitted_or_refused_in_words(users: int) -> None:
 
 
 def test_every_statistic_that_is_off_is_noted_with_its_cause() -> None:
-    """Histories of two lengths, which are no lognormal; blocks, of which a trace names other numbers than of tokens."""
+    """Blocks, of which a generated trace names other numbers; more new tokens than are generated."""
     rng = np.random.default_rng(4)
     times = np.cumsum(rng.exponential(0.2, 2000)).tolist()
     items = np.minimum(rng.zipf(1.6, (2000, 3)), 4000).tolist()
-    trace = trace_of(times, list(range(2000)), items, rng.choice([100, 3000], 2000, p=[0.3, 0.7]).tolist())
-    blocks = trace.meta.model_copy(update={"content": "blocks", "block_tokens": 16})
-    trace = replace(trace, meta=blocks, new_tokens=np.full(2000, 48, np.int32))
-    found = fit(trace, "two lengths")
+    trace = trace_of(times, list(range(2000)), items, rng.integers(3000, 90_000, 2000).tolist())
+    blocks = trace.meta.model_copy(update={"content": "blocks", "block_tokens": 1000})
+    trace = replace(trace, meta=blocks, new_tokens=np.full(2000, 3000, np.int32))
+    found = fit(trace, "blocks")
     off = {name: difference for name, (_, _, difference) in distances(found).items() if abs(difference) > 0.1}
-    assert "history_log_sd" in off
-    assert "items" in off
+    assert {"items", "new_tokens_mean"} <= set(off)
     for name, difference in off.items():
         (note,) = [note for note in found.notes if f"{label(name, found.measured)} ({difference:+.0%})" in note]
         assert ": " in note
-        assert not name.startswith("history") or "as a lognormal" in note
-        assert name not in ("items", "top_items_share") or "blocks of 16 tokens" in note
-    noted = sum(note.count("%)") for note in found.notes)
-    assert noted == len(off)
+        assert name not in ("items", "top_items_share") or "blocks of 1000 tokens" in note
+    assert sum(note.count("%)") for note in found.notes) == len(off)
     assert f"# Not matched: {found.notes[-1]}." in toml(found, "x.parquet").splitlines()
+
+
+def test_histories_that_are_no_lognormal_are_fitted_by_percentiles(tmp_path: Path) -> None:
+    """Three lengths: of a lognormal, half would lie between them."""
+    rng = np.random.default_rng(4)
+    times = np.cumsum(rng.exponential(0.2, 3000)).tolist()
+    lengths = rng.choice([100, 700, 6000], 3000, p=[0.45, 0.15, 0.4])
+    found = fit(trace_of(times, list(range(3000)), [[]] * 3000, lengths.tolist()), "lengths")
+    off = {name: difference for name, (_, _, difference) in distances(found).items() if name.startswith("history")}
+    assert max(map(abs, off.values())) < 0.05
+    assert len(found.generated.history_percentiles) == len(found.measured.history_percentiles) == 101
+    assert found.generated.history_percentiles[50] == found.generated.history_p50
+    generated = generate(found.scenario, 9)
+    for low, high, share in ((90, 110, 0.45), (650, 750, 0.15), (5500, 6000, 0.4)):
+        within = (generated.history_tokens >= low) & (generated.history_tokens <= high)
+        assert within.mean() == pytest.approx(share, abs=0.04)
+    (tmp_path / "x.toml").write_text(toml(found, "x.parquet"))
+    assert load_scenario(tmp_path / "x.toml").load.history_quantiles == found.scenario.load.history_quantiles
+    assert fit(generate(VISITORS, 5), "again").scenario.load.history_quantiles == ()
 
 
 def test_the_same_words_mean_the_same_in_inspect_and_fit(saved: Path) -> None:

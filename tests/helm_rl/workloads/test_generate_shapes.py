@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -172,3 +173,14 @@ def test_hashes_to_numbers_are_splitmix64s() -> None:
     """The stream of seed 0 begins with 0xe220a8397b1dcdaf, 0x6e789e6aa1b965f4 (as in Java's SplittableRandom)."""
     found = _uniform(np.array([0, 1], np.uint64))
     assert found.tolist() == [((0xE220A8397B1DCDAF >> 11) + 1) * 2.0**-53, ((0x6E789E6AA1B965F4 >> 11) + 1) * 2.0**-53]
+
+
+def test_histories_have_the_quantiles_asked() -> None:
+    asked = (10.0, 100.0, 100.0, 1000.0, 4000.0)
+    trace = generate(scenario(seconds=400, rate=100, users=10**10, requests_per_visit=1, history_quantiles=asked))
+    before = trace.history_tokens - trace.new_tokens
+    assert np.quantile(before, [0.25, 0.5, 0.75]).tolist() == pytest.approx([100, 100, 1000], rel=0.05)
+    assert np.mean(before == 100) == pytest.approx(0.25, abs=0.01)
+    assert np.quantile(before, 0.125) == pytest.approx(math.sqrt(1000), rel=0.06)
+    assert before.min() >= 10
+    assert before.max() <= 4000

@@ -13,6 +13,7 @@ import numpy as np
 
 from helm_rl.errors import UserError
 from helm_rl.workloads.readers import parse_mapping, read_trace
+from helm_rl.workloads.trace import Trace, UnsoundTraceError
 
 Target = Callable[[bytes], bool]
 """Returns whether the bytes made a trace; any other exception than UserError is a fault."""
@@ -45,6 +46,11 @@ _BURSTGPT = (
     b"19440110.0,,0.5,ChatGPT,472,18,490,API log\n19440111.5,7,0.5,GPT-4,5,0,5,Conversation log\n"
 )
 _GENERIC = b"t\tu\ti\n1.5\ta\t7\n2e0\tb\t007\n"
+_LISTS = (
+    b'{"t": 1, "u": "a", "i": [1, 2], "c": "x"}\n{"t": 2, "u": 7, "i": ["k"], "c": "y"}\n'
+    b'{"t": 3, "u": "a", "i": 5, "c": ""}\n'
+)
+_BLOCKS = b'{"t": 1, "u": "a", "i": [1, 2], "n": 17}\n{"t": 2, "u": "b", "i": [3], "n": 16}\n'
 
 
 def _parquet() -> bytes:
@@ -74,6 +80,8 @@ SEEDS: dict[str, list[bytes]] = {
     "oracle-general": [_ORACLE],
     "yambda": [_parquet()],
     "generic": [_GENERIC],
+    "lists": [_LISTS],
+    "blocks": [_BLOCKS, b"t,u,i,n\n1,a,1,16\n2,b,2,3\n"],
     "session-gap": [_KUAIRAND],
 }
 """Logs to mutate, by the name of the target."""
@@ -82,12 +90,17 @@ SEEDS: dict[str, list[bytes]] = {
 def target(name: str) -> Target:
     """Return the entry point: "any" tells the format itself, "session-gap" is KuaiRand with other requests."""
     file = Path(tempfile.gettempdir()) / f"helm-rl-fuzz-{os.getpid()}-{name}"
+    saved = file.with_name(f"{file.name}.parquet")
     options: dict[str, object] = {}
     format: str | None = name
     if name == "any":
         format = None
     elif name == "generic":
         options["mapping"] = parse_mapping("time=t,user=u,item=i")
+    elif name == "lists":
+        format, options["mapping"] = "generic", parse_mapping("time=t,user=u,item=i,tenant=c")
+    elif name == "blocks":
+        format, options["mapping"] = "generic", parse_mapping("time=t,user=u,item=i,tokens=n,blocks=16")
     elif name == "session-gap":
         format, options = "kuairand", {"requests": "session-gap", "session_s": 0.01, "candidates": 2, "spread": True}
 
@@ -95,6 +108,8 @@ def target(name: str) -> Target:
         file.write_bytes(data)
         try:
             trace = read_trace(file, format, **options)
+        except UnsoundTraceError as error:
+            raise AssertionError(f"an unsound trace: {error}") from None
         except UserError as error:
             said = str(error)
             if "\n" in said or len(said) > 1000:
@@ -102,7 +117,15 @@ def target(name: str) -> Target:
             return False
         finally:
             file.unlink(missing_ok=True)
-        trace.validate()
+        try:  # outside the above: what fails here is a fault, not bad input
+            trace.save(saved)
+            again = Trace.load(saved)
+        except UserError as error:
+            raise AssertionError(f"an unsound trace: {error}") from None
+        finally:
+            saved.unlink(missing_ok=True)
+        if again.hash() != trace.hash():
+            raise AssertionError("the trace that was written is not the one that was read back")
         return True
 
     return run

@@ -8,6 +8,7 @@ import pytest
 
 from fuzz.mutate import fuzz, mutated
 from fuzz.targets import SEEDS, target
+from helm_rl.errors import UserError
 
 
 @pytest.mark.parametrize("name", SEEDS)
@@ -25,6 +26,21 @@ def test_a_fault_is_raised_with_the_input_that_shows_it() -> None:
 
     with pytest.raises(AssertionError, match=r"input 0 of seed 1, b'.*KeyError"):
         fuzz(faulty, [b"abc"], 1.0)
+
+
+def test_an_unsound_trace_is_a_fault_and_no_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helm_rl.workloads.readers.tables._NO_ITEMS", 0)
+    with pytest.raises(AssertionError, match="an unsound trace"):
+        target("lists")(b'{"t": 1, "u": 1, "i": [], "c": 1}\n{"t": 2, "u": 1, "i": 5, "c": 1}\n')
+
+
+def test_what_cannot_be_loaded_again_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object) -> None:
+        raise UserError("no sound trace")
+
+    monkeypatch.setattr("fuzz.targets.Trace.load", refuse)
+    with pytest.raises(AssertionError, match="an unsound trace: no sound trace"):
+        target("generic")(SEEDS["generic"][0])
 
 
 def test_mutations_are_seeded() -> None:

@@ -111,6 +111,10 @@ def _mapping_of(paths: list[Path], format: str | None, options: ReadOptions) -> 
         )
     if mapping.blocks and options.block_tokens is not None:
         mapping = replace(mapping, blocks=options.block_tokens)
+    if mapping.blocks and options.requests not in (None, "row"):
+        raise UserError(
+            f"requests = {options.requests} joins rows, and a row of a {mapping.name} log has all blocks of its request"
+        )
     if options.requests is not None:
         mapping = replace(mapping, requests=options.requests)
     if options.session_s is not None:

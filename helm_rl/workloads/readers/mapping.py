@@ -73,7 +73,8 @@ def parse_mapping(text: str) -> Mapping:
 
     time=COLUMN[:UNIT], unit s, ms, us, ns, iso or (default) auto; user=COLUMN[:text|:whole], item likewise; without a
     user every request has one of its own; separator=comma|tab|semicolon|pipe|space|colons (default: told by the first
-    line); header=no, columns then by their place from 1; blocks=N: items are content blocks of N tokens. Raises
+    line); header=no, columns then by their place from 1; blocks=N: items are content blocks of N tokens, and
+    every row is a request. Raises
     UserError.
     """
     fields: dict[str, str] = {}
@@ -112,6 +113,7 @@ def parse_mapping(text: str) -> Mapping:
         tokens=fields.get("tokens", ""),
         request=fields.get("request", ""),
         blocks=int(blocks),
+        requests="row" if int(blocks) else "same-time",
     )
     if not mapping.named():
         raise UserError("--map: name at least one of time, user, item and tokens")

@@ -104,6 +104,7 @@ class _Run:
     columns: dict[str, npt.NDArray[Any]]
     places: dict[str, tuple[int, Any]]  # offset and dtype
     mark: int  # rows between two entries of the index
+    weight: int  # of them, in rows or quarters of items
     times: Int64Array  # of every mark-th row
     values: Int64Array  # items before every mark-th row, if rows have several
 
@@ -185,14 +186,15 @@ class Runs:
             column = getattr(rows, name)
             if column is not None:
                 columns[name] = column
-        values, mark = np.zeros(0, dtype=np.int64), _MARK
+        values, mark, weight = np.zeros(0, dtype=np.int64), _MARK, _MARK
         if rows.lengths is not None:
             totals = np.concatenate([[0], np.cumsum(rows.lengths, dtype=np.int64)])
             quarters = int(totals[-1]) // 4
             if quarters > rows.time_ns.size:  # so that a piece between two entries is not larger where rows are wide
                 mark = max(1, _MARK * rows.time_ns.size // quarters)
+                weight = quarters * mark // rows.time_ns.size
             values = totals[:-1][::mark].copy()
-        run = _Run(rows.time_ns.size, columns, {}, mark, rows.time_ns[::mark].copy(), values)
+        run = _Run(rows.time_ns.size, columns, {}, mark, weight, rows.time_ns[::mark].copy(), values)
         if spill:
             self._spill(run)
         self._runs.append(run)
@@ -252,8 +254,13 @@ class Runs:
         return start + int(np.searchsorted(self._column(run, "time_ns", start, end), time_ns, side="left"))
 
     def _splitters(self, from_ns: int, to_ns: int) -> list[int]:
-        times = np.sort(np.concatenate([run.times for run in self._runs])) if self._runs else np.zeros(0, np.int64)
-        cuts = np.unique(times[:: max(1, PIECE_ROWS // _MARK)])
+        if not self._runs:
+            return []
+        times = np.concatenate([run.times for run in self._runs])
+        weights = np.concatenate([np.full(run.times.size, run.weight, dtype=np.int64) for run in self._runs])
+        order = np.argsort(times, kind="stable")
+        before = np.cumsum(weights[order]) - weights[order]
+        cuts = np.unique(times[order][np.flatnonzero(np.diff(before // PIECE_ROWS, prepend=-1))])
         return [int(cut) for cut in cuts if from_ns < cut < to_ns]
 
 

@@ -269,3 +269,11 @@ def test_a_clock_of_whole_seconds_is_a_step(tmp_path: Path) -> None:
     trace = read_trace(path, "twitter", spread=True)
     assert "arrivals spread evenly over 1 s each (seed 1)" in trace.meta.steps
     assert np.unique(trace.arrival_ns).size > 900
+
+
+def test_rows_of_content_blocks_are_not_joined(tmp_path: Path) -> None:
+    path = lines(tmp_path, *({"t": 1, "u": 1, "i": [5, 6], "n": 20} for _ in range(3)))
+    trace = read(path, PLAIN + ",tokens=n,blocks=16")
+    assert np.diff(trace.item_offsets).tolist() == [2, 2, 2]
+    with pytest.raises(UserError, match="requests = session-gap joins rows"):
+        read(path, PLAIN + ",tokens=n,blocks=16", requests="session-gap")

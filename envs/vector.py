@@ -79,6 +79,8 @@ class NodeVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
                     f"{self.envs[0].observation_space.shape} and {env.observation_space.shape}; those of one vector "
                     "environment must be alike: equally many hardware.nodes, with [[event]] tables in all or in none"
                 )
+        self.interval_s = np.array([each.scenario.control.interval_s for each in sets])
+        """Seconds of a step, float64 [num_envs]."""
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)

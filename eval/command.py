@@ -110,9 +110,9 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
 
 def policy_contestant(path: Path, scenario: Scenario) -> Contestant:
     """Load a bundle and check that it can control this scenario; UserError says why not."""
-    policy = BasePolicy.load(path)
+    policy = BasePolicy.load(path, scenario.control.interval_s)
     bounds, control = policy.config.bounds, scenario.control
-    for name in ("interval_s", "alpha_min", "alpha_max"):
+    for name in ("alpha_min", "alpha_max"):
         trained, asked = getattr(bounds, name), getattr(control, name)
         if abs(trained - asked) > 1e-9:
             raise UserError(
@@ -120,15 +120,15 @@ def policy_contestant(path: Path, scenario: Scenario) -> Contestant:
                 f"control.{name} = {asked:g}; a policy controls what it was trained for"
             )
     training, environment = policy.config.training, policy.config.environment
-    where = environment.scenario or environment.env_id
+    where = ", ".join(source.name for source in environment.scenarios) or environment.env_id
     return Contestant(
         POLICY,
         "policy",
         f"the bundle, frozen; it starts at the deployable static's alpha, {control.interval_s:g} s between decisions",
-        lambda: BasePolicy.load(path),
+        lambda: BasePolicy.load(path, control.interval_s),
         origin=f"trained on {where} for {training.steps:,} steps, seed {training.seed}; weights sha256 "
         f"{policy.config.files[POLICY_FILE]}",
-        trained_on=environment.trace_hash,
+        trained_on=tuple(source.sha256 for source in environment.traces),
     )
 
 

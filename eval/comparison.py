@@ -60,13 +60,13 @@ class Row:
 class Contestant(Row):
     """A controller to evaluate, started at the deployable static's alpha.
 
-    make returns a new one for each replay; origin says where it comes from; trained_on is the hash of the one
-    trace that it was trained on, None where it was trained on generated arrivals or not at all.
+    make returns a new one for each replay; origin says where it comes from; trained_on are the hashes of the recorded
+    traces that it was trained on, if any.
     """
 
     make: Callable[[], Controller]
     origin: str = ""
-    trained_on: str | None = None
+    trained_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def compare(
     notes += [
         f"the {policy.title} was trained on these very arrivals, so its figures flatter it"
         for policy in policies
-        if policy.trained_on in hashes
+        if hashes.intersection(policy.trained_on)
     ]
     beaten = sorted({key for result in results for key in result.rechecked})
     if beaten:

@@ -50,6 +50,7 @@ class Size:
     timesteps: int = 61_440
     num_envs: int = 8
     num_steps: int = 128
+    validate_every: int = 10
     draws: int = 3
     step: float = 0.05
     jobs: int = 2
@@ -103,12 +104,13 @@ def run(args: Args, size: Size) -> Comparison:
         begun = _stage(2, f"training the base policy for {size.timesteps:,} steps, on other arrivals")
         trained = ppo_base.train(
             ppo_base.Args(
-                scenario=size.scenario,
+                scenario=(size.scenario,),
                 seed=args.seed,
                 runs=folder / RUNS,
                 total_timesteps=size.timesteps,
                 num_envs=size.num_envs,
                 num_steps=size.num_steps,
+                validate_every=size.validate_every,
             )
         )
         spent["training"] = time.perf_counter() - begun

@@ -12,7 +12,7 @@ import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -55,12 +55,15 @@ class ObservationSection(_Section):
 
 
 class BoundsSection(_Section):
-    """What an action of 1 means, and within what: alpha's limits, its rate per second, seconds between decisions."""
+    """What an action of 1 means, and within what: alpha's limits and its rate per second.
+
+    interval_s: the seconds between decisions that the policy was trained for, each value once, ascending.
+    """
 
     alpha_min: float = Field(ge=0, le=1)
     alpha_max: float = Field(ge=0, le=1)
     rate_per_s: float = Field(gt=0)
-    interval_s: float = Field(gt=0)
+    interval_s: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1, max_length=1024)
 
 
 class NetworkSection(_Section):
@@ -73,10 +76,17 @@ class NetworkSection(_Section):
     epsilon: float = Field(ge=0)
 
 
-class EnvironmentSection(_Section):
-    """What a run trained on. `observation`, `bounds` and the scenario are None for foreign environments.
+class SourceSection(_Section):
+    """A scenario or a trace that a policy was trained on: its name, or its path as given, and its sha256 in hex."""
 
-    trace: the trace's path as given, None where traces were generated from the scenario. Hashes: sha256, hex.
+    name: str
+    sha256: str
+
+
+class EnvironmentSection(_Section):
+    """What a run trained on. `observation` and `bounds` are None, and `scenarios` is empty, for foreign environments.
+
+    traces: none where they were generated from the scenarios.
     """
 
     env_id: str
@@ -84,14 +94,29 @@ class EnvironmentSection(_Section):
     action_size: int = Field(ge=1)
     observation: ObservationSection | None = None
     bounds: BoundsSection | None = None
-    scenario: str | None = None
-    scenario_hash: str | None = None
-    trace: str | None = None
-    trace_hash: str | None = None
+    scenarios: tuple[SourceSection, ...] = ()
+    traces: tuple[SourceSection, ...] = ()
+
+
+class ValidationSection(_Section):
+    """What held-out arrivals said while a policy was trained.
+
+    reference_ms: P99 of the best schedule known on each set of arrivals, by its name; regrets: after so many
+    iterations, the P99 of the policy without noise over that, less 1; best: the iterations after which the mean regret
+    was least, whose policy is the one that is kept; None before the first look.
+    """
+
+    reference_ms: dict[str, float] = {}
+    regrets: dict[int, dict[str, float]] = {}
+    best: int | None = None
 
 
 class TrainingSection(_Section):
-    """How a policy came to be. statistics: the last values of the training's charts, None where undefined."""
+    """How a policy came to be.
+
+    statistics: the last values of the training's charts, None where undefined; stopped: why it ended before its last
+    iteration, None where it did not.
+    """
 
     arguments: dict[str, JsonValue]
     commands: list[str]
@@ -101,6 +126,8 @@ class TrainingSection(_Section):
     episodes: int = Field(ge=0)
     seconds: float = Field(ge=0)
     statistics: dict[str, float | None]
+    validation: ValidationSection = ValidationSection()
+    stopped: str | None = None
     helm_rl_version: str
 
 
@@ -226,6 +253,8 @@ def load_bundle(path: Path) -> Bundle:
             f"makes v{ours[0]} ({ours[1][:12]}...); export it again with the version that trained it, or train "
             "anew"
         )
+    if list(config.bounds.interval_s) != sorted(set(config.bounds.interval_s)):
+        raise UserError(f"{file}: bounds.interval_s: {config.bounds.interval_s} do not ascend")
     if config.bounds.alpha_min >= config.bounds.alpha_max:
         raise UserError(f"{file}: bounds: alpha_min {config.bounds.alpha_min} is not below alpha_max")
     if config.network.action_size != 1:

@@ -8,7 +8,14 @@ from typing import Annotated
 
 import tyro
 
-from helm_rl.checkpoint import BundleConfig, TrainingState, load_training_state, policy_tensors, save_bundle
+from helm_rl.checkpoint import (
+    BundleConfig,
+    TrainingState,
+    ValidationSection,
+    load_training_state,
+    policy_tensors,
+    save_bundle,
+)
 from helm_rl.errors import UserError
 
 
@@ -25,7 +32,9 @@ class ExportArgs:
 
 
 def export(run: Path, output: Path, overwrite: bool = False) -> BundleConfig:
-    """Write the bundle of a run's last checkpoint as the folder `output`, whole or not at all; return its config.
+    """Write the bundle of a run as the folder `output`, whole or not at all; return its config.
+
+    The policy is the one that did best on the validation's arrivals; without a validation, the last checkpoint's.
 
     Raises:
         UserError: The run cannot be read, has not been trained yet, or did not train a controller of alpha; the
@@ -43,9 +52,10 @@ def export(run: Path, output: Path, overwrite: bool = False) -> BundleConfig:
     arguments = {name: value for name, value in state.training.arguments.items() if name not in ("runs", "resume")}
     state = state.model_copy(update={"training": state.training.model_copy(update={"arguments": arguments})})
     names = policy_tensors(state.network, len(environment.observation.names))
+    kept = "net" if state.training.validation.best is None else "best"
     return save_bundle(
         output,
-        {name: tensors[f"net.{name}"] for name in names if f"net.{name}" in tensors},
+        {name: tensors[f"{kept}.{name}"] for name in names if f"{kept}.{name}" in tensors},
         network=state.network,
         observation=environment.observation,
         bounds=environment.bounds,
@@ -65,12 +75,13 @@ def model_card(state: TrainingState) -> str:
     observation, bounds = environment.observation, environment.bounds
     assert observation is not None
     assert bounds is not None
-    if environment.trace is None:
-        traces = "generated from the scenario, with seeds that follow from the seed of the training"
-    else:
-        traces = f"`{environment.trace}`, sha256 `{environment.trace_hash}`"
+    traces = [f"`{trace.name}`, sha256 `{trace.sha256}`" for trace in environment.traces]
+    scenarios = [f"`{scenario.name}`, sha256 `{scenario.sha256}`" for scenario in environment.scenarios]
+    several = "s" if len(scenarios) > 1 else ""
+    if not traces:
+        traces = [f"generated from the scenario{several}, with seeds that follow from the seed of the training"]
     hidden = " x ".join(str(width) for width in state.network.hidden)
-    step = bounds.rate_per_s * bounds.interval_s
+    intervals = ", ".join(f"{interval_s:g}" for interval_s in bounds.interval_s)
     statistics = [
         f"| {name} | {'not defined' if value is None else f'{value:.6g}'} |"
         for name, value in sorted(training.statistics.items())
@@ -79,7 +90,7 @@ def model_card(state: TrainingState) -> str:
         f"| --{name.replace('_', '-')} | {value} |" for name, value in training.arguments.items() if value is not None
     ]
     lines = [
-        f"# Base policy, trained on the scenario {environment.scenario}",
+        f"# Base policy, trained on the scenario{several} {_some([each.name for each in environment.scenarios])}",
         "",
         "A controller of alpha, the embedding cache's share of a pool of GPU memory that it divides with the KV cache",
         "of a generative recommender. Trained offline with PPO in helm-rl's serving simulator; frozen in service.",
@@ -90,24 +101,25 @@ def model_card(state: TrainingState) -> str:
         "from pathlib import Path",
         "from helm_rl.control.base import BasePolicy",
         "",
-        'policy = BasePolicy.load(Path("this-folder"))',
+        f'policy = BasePolicy.load(Path("this-folder"), interval_s={bounds.interval_s[0]:g})',
         "policy.reset(seed=0)",
         "target = policy.decide(observation, applied_alpha, now_ns)  # observation: float32, as below",
         "```",
         "",
-        f"Every {bounds.interval_s:g} s the network's action, clipped to [-1, 1] and multiplied by {step:g}, "
-        "is added to the",
-        f"target alpha, which stays within [{bounds.alpha_min:g}, {bounds.alpha_max:g}].",
+        f"Every interval ({intervals} s) the network's action, clipped to [-1, 1] and multiplied by "
+        f"{bounds.rate_per_s:g} per second,",
+        f"is added to the target alpha, which stays within [{bounds.alpha_min:g}, {bounds.alpha_max:g}].",
         f"Network: {len(observation.names)} normalised features, {hidden} {state.network.activation} units, "
         f"{state.network.action_size} action; it runs with NumPy alone.",
         "",
         "## Training",
         "",
         f"- environment: `{environment.env_id}`",
-        f"- scenario: `{environment.scenario}`, sha256 `{environment.scenario_hash}`",
-        f"- traces: {traces}",
+        *[f"- scenario: {scenario}" for scenario in scenarios],
+        *[f"- traces: {each}" for each in traces],
         f"- seed {training.seed}; {training.steps} environment steps in {training.iterations} iterations; "
         f"{training.episodes} episodes ended; {training.seconds:.1f} s of wall time",
+        *([] if training.stopped is None else [f"- stopped early: {training.stopped}"]),
         f"- helm-rl {training.helm_rl_version}",
         "",
         "Commands, in order:",
@@ -130,6 +142,7 @@ def model_card(state: TrainingState) -> str:
         "|---|---|",
         *statistics,
         "",
+        *_validation(training.validation),
         "## Observation",
         "",
         f"Schema v{observation.schema_version}, hash `{observation.schema_hash}`; float32, in this order:",
@@ -141,14 +154,40 @@ def model_card(state: TrainingState) -> str:
         "- Trained in a simulator, on the scenario and the traces named above and on no other load. Elsewhere "
         "it may be",
         "  worse than a fixed split: compare them first.",
-        f"- It was trained to decide every {bounds.interval_s:g} s; at another interval it moves alpha at "
-        "another rate.",
+        f"- It was trained to decide every {intervals} s, and serves within that range only.",
         f"- Features beyond {state.network.observation_clip:g} standard deviations of those seen in training "
         "are clipped.",
         "- It does not learn in service, and it has no safety net of its own against bursts.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _some(names: list[str]) -> str:
+    """Name the first few of many."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _validation(found: ValidationSection) -> list[str]:
+    """Return the card's part about held-out arrivals: P99 regret of the policy that was kept; empty without any."""
+    if found.best is None:
+        return []
+    rows = [
+        f"| {name} | {found.reference_ms[name]:.1f} | {100 * regret:+.1f} % |"
+        for name, regret in found.regrets[found.best].items()
+    ]
+    return [
+        "## Validation",
+        "",
+        f"On arrivals that it was not trained on; this is the policy after {found.best} iterations, of "
+        f"{len(found.regrets)} looked at the one",
+        "of least regret, so that the figures flatter it: `helm-rl eval p99` has arrivals that chose nothing.",
+        "",
+        "| scenario | P99 of the best schedule known, ms | the policy's above that |",
+        "|---|---|---|",
+        *rows,
+        "",
+    ]
 
 
 def main(args: ExportArgs) -> None:

@@ -1,6 +1,6 @@
 """PPO for the base policy, in one file: from the arguments to the checkpoint, top to bottom.
 
-    helm-rl train base --scenario burst
+    helm-rl train base --scenario burst trend steady --variations 5
     helm-rl train base --resume runs/<run>
     tensorboard --logdir runs
 
@@ -12,6 +12,9 @@ differs from common implementations, and why:
   transition.
 - The observation's normaliser is in the network. Values are learned in units of the returns' spread.
 - The stored action is the one drawn, which its log-probability belongs to; the environments get it clipped.
+- Many scenarios train one policy: environment i serves scenario i. Each discounts by its own interval.
+- Every `--validate-every` iterations the policy, without noise, serves arrivals that it is not trained on. What is kept
+  in the end is the policy of the least mean P99 regret there, and training stops when that no longer falls.
 - Every `--checkpoint-every` iterations all environments are reset with seeds that follow from (seed,
   iteration). A checkpoint holds the actions since then, and resuming replays them: a resumed run equals one
   that was never stopped, bit for bit, although no simulator can be saved. Environments must be deterministic in
@@ -24,6 +27,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import math
+import os
 import re
 import shutil
 import signal
@@ -35,7 +39,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 import gymnasium as gym
 import numpy as np
@@ -61,20 +65,31 @@ from helm_rl.checkpoint import (
     BoundsSection,
     EnvironmentSection,
     ObservationSection,
+    SourceSection,
     Tensors,
     TrainingSection,
     TrainingState,
+    ValidationSection,
+    load_bundle,
     load_training_state,
     save_training_state,
 )
 from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from helm_rl.figures import command
-from train.state import Loop, capture, network_section, restore
+from train.state import Loop, capture, network_section, policy_of, restore
+
+if TYPE_CHECKING:
+    from helm_rl.scenario import Scenario
+    from train.validation import Validation
 
 NODE_ENV = "helm_rl/HelmNode-v0"
 DISCOUNT_S = 60.0
 """Horizon of the discount: gamma = exp(-interval / DISCOUNT_S)."""
+PAPER_SIGNALS = 7
+"""Features at the head of the observation that the paper's policy reads."""
+MOST_REGRET = 1.0
+"""Regret, as a share of the reference's P99, beyond which a policy counts as no worse."""
 
 
 @dataclass
@@ -96,14 +111,24 @@ class Args:
     wandb_entity: str | None = None
     """Team at Weights and Biases; your own account if not given."""
 
-    scenario: str = "burst"
-    """Scenario to train on: a shipped one (the README lists them) or the path of a TOML file."""
+    scenario: tuple[str, ...] = ("burst", "trend", "steady")
+    """Scenarios to train on: shipped ones (the README lists them) or paths of TOML files."""
+    variations: int = 0
+    """Scenarios besides, drawn around these in turn: other load, skew, histories, hardware, link and interval."""
     load: Literal["limit", "moderate"] = "limit"
-    """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
-    trace: Path | None = None
-    """Trace (.parquet) to train on; without it traces are generated from the scenario."""
+    """The scenarios' rates as they stand (near what a node bears), or moderate: 70 % of each."""
+    trace: tuple[Path, ...] = ()
+    """Traces (.parquet) to train on, served as the one scenario says; without any they are generated."""
+    paired: bool = True
+    """Take from each reward what a static split of .5 earned on the same arrivals."""
+    signals: Literal["all", "seven"] = "all"
+    """What the policy reads of the observation: all, or only the first seven, as the paper's does."""
     env_id: str = NODE_ENV
-    """Gymnasium id of another environment with Box spaces, instead of the scenario; 'module:id' imports the module."""
+    """Gymnasium id of another environment with Box spaces, instead of scenarios; 'module:id' imports the module."""
+    start: Path | None = None
+    """Bundle whose policy is the start, such as one that imitates the reference; fresh weights without it."""
+    critic_first: int = 5
+    """With --start: iterations at the beginning in which only the value network learns."""
     total_timesteps: int = 61_440
     """Steps in all, over all environments, in whole iterations; may be raised with --resume."""
     num_envs: int = 8
@@ -112,13 +137,20 @@ class Args:
     """Steps of each environment per iteration."""
     checkpoint_every: int = 10
     """Iterations between checkpoints, where all environments also start afresh; should span an episode."""
+    validate_every: int = 5
+    """Iterations between looks at held-out arrivals of each scenario, and one at the end; 0: none, and the last policy
+    is kept. Not with --trace."""
+    validation_draws: int = 1
+    """Sets of held-out arrivals of each scenario."""
+    patience: int = 0
+    """Stop when so many looks in a row have not lowered the mean regret; 0: train to the end."""
 
     learning_rate: float = 1e-3
     """Step size of the Adam optimiser."""
     anneal_lr: bool = True
     """Lower the learning rate linearly to zero over the training."""
     gamma: float | None = None
-    """Discount per step; if not given, exp(-interval / 60 s) of the scenario's interval, and .99 elsewhere."""
+    """Discount per step; if not given, exp(-interval / 60 s) of each scenario's interval, and .99 elsewhere."""
     gae_lambda: float = 0.95
     """Lambda of the generalised advantages: smaller is less noisy and more biased."""
     num_minibatches: int = 4
@@ -149,6 +181,7 @@ class Args:
 MAY_CHANGE = {
     "resume",
     "total_timesteps",
+    "patience",
     "track",
     "wandb_project_name",
     "wandb_entity",
@@ -170,6 +203,11 @@ def check_args(args: Args) -> None:
         "eval_episodes": 0,
         "eval_max_steps": 1,
         "torch_threads": 1,
+        "variations": 0,
+        "critic_first": 0,
+        "validate_every": 0,
+        "validation_draws": 1,
+        "patience": 0,
     }
     for name, least in at_least.items():
         if getattr(args, name) < least:
@@ -209,8 +247,25 @@ def check_args(args: Args) -> None:
         raise UserError(f"--exp-name must be letters, digits, dots, dashes and underscores, not {args.exp_name!r}")
     if args.track and importlib.util.find_spec("wandb") is None:
         raise UserError("--track needs the package wandb; pip install 'helm-rl[track]'")
-    if args.trace is not None and args.env_id != NODE_ENV:
-        raise UserError("--trace goes with the scenario's environment, not with --env-id")
+    if args.env_id != NODE_ENV:
+        for name in ("trace", "variations", "signals", "start"):
+            if getattr(args, name) != getattr(Args, name):
+                raise UserError(f"--{name} goes with the scenarios' environment, not with --env-id")
+    if not args.scenario:
+        raise UserError("--scenario needs at least one scenario")
+    if len(set(args.scenario)) < len(args.scenario):
+        raise UserError(f"--scenario names one twice: {' '.join(args.scenario)}")
+    if args.trace and len(args.scenario) + args.variations > 1:
+        raise UserError(
+            f"--trace is served as one scenario says, not as {len(args.scenario)} and {args.variations} variations; "
+            "give one --scenario, and no --variations"
+        )
+    served = len(args.scenario) + args.variations
+    if args.env_id == NODE_ENV and args.num_envs < served:
+        raise UserError(
+            f"--num-envs {args.num_envs}: each scenario and each variation, {served} in all, needs an environment of "
+            "its own"
+        )
 
 
 # -- environments ---------------------------------------------------------------------------------------------
@@ -235,6 +290,26 @@ class Detach(gym.Wrapper[Any, Any, Any, Any]):
         return np.array(obs), info
 
 
+def load_scenarios(args: Args) -> list[Scenario]:
+    """Read the scenarios that the arguments name; UserError where one policy cannot serve them all."""
+    from helm_rl.scenario import load_scenario
+
+    scenarios = [load_scenario(name, args.load) for name in args.scenario]
+    names = [scenario.name for scenario in scenarios]
+    if len(set(names)) < len(names):
+        raise UserError(f"--scenario: two of them have one name: {', '.join(names)}")
+    first = scenarios[0]
+    for scenario in scenarios:
+        for name in ("alpha_min", "alpha_max", "rate_per_s"):
+            one, other = getattr(first.control, name), getattr(scenario.control, name)
+            if one != other:
+                raise UserError(
+                    f"scenario {scenario.name} has control.{name} = {other:g}, and scenario {first.name} {one:g}; what "
+                    "an action means must be the same in all that one policy is trained on"
+                )
+    return scenarios
+
+
 def make_envs(args: Args) -> tuple[VectorEnv[Any, Any, Any], EnvironmentSection]:
     """Make the vector environment, and say what it is.
 
@@ -252,13 +327,17 @@ def make_envs(args: Args) -> tuple[VectorEnv[Any, Any, Any], EnvironmentSection]
         # Imported here: the simulator compiles kernels, and other environments need none of it.
         from envs.vector import NodeVectorEnv
         from helm_rl.observation import OBSERVATION_NAMES, SCHEMA_VERSION, schema_hash
-        from helm_rl.scenario import load_scenario, scenario_hash
+        from helm_rl.scenario import scenario_hash
         from helm_rl.workloads.trace import Trace
+        from train.variations import variations
 
-        scenario = load_scenario(args.scenario, args.load)
-        trace = None if args.trace is None else Trace.load(args.trace)
-        envs = NodeVectorEnv(args.num_envs, scenario, seed=args.seed, traces=None if trace is None else [trace])
-        control = scenario.control
+        named = load_scenarios(args)
+        scenarios = named + variations(named, args.variations, args.seed)
+        traces = [Trace.load(path) for path in args.trace]
+        envs = NodeVectorEnv(
+            args.num_envs, scenarios, seed=args.seed, traces=[traces] if traces else None, paired=args.paired
+        )
+        control = scenarios[0].control
         facts = {
             "observation": ObservationSection(
                 schema_version=SCHEMA_VERSION, schema_hash=schema_hash(), names=tuple(OBSERVATION_NAMES)
@@ -267,12 +346,13 @@ def make_envs(args: Args) -> tuple[VectorEnv[Any, Any, Any], EnvironmentSection]
                 alpha_min=control.alpha_min,
                 alpha_max=control.alpha_max,
                 rate_per_s=control.rate_per_s,
-                interval_s=control.interval_s,
+                interval_s=tuple(sorted({each.control.interval_s for each in scenarios})),
             ),
-            "scenario": scenario.name,
-            "scenario_hash": scenario_hash(scenario),
-            "trace": None if args.trace is None else str(args.trace),
-            "trace_hash": None if trace is None else trace.hash(),
+            "scenarios": tuple(SourceSection(name=each.name, sha256=scenario_hash(each)) for each in scenarios),
+            "traces": tuple(
+                SourceSection(name=str(path), sha256=trace.hash())
+                for path, trace in zip(args.trace, traces, strict=True)
+            ),
         }
     else:
         try:
@@ -317,7 +397,7 @@ def advantages(
     values: npt.NDArray[np.float64],
     next_value: npt.NDArray[np.float64],
     ends: npt.NDArray[np.bool_],
-    gamma: float,
+    gamma: npt.NDArray[np.float64],
     gae_lambda: float,
 ) -> npt.NDArray[np.float64]:
     """Generalised advantage estimates (Schulman et al. 2016), shape (steps, envs).
@@ -327,7 +407,7 @@ def advantages(
         values: (steps, envs), of the observations that were acted on.
         next_value: (envs,), of the observation after the last step.
         ends: (steps, envs), whether the episode ended with this step, terminated or truncated.
-        gamma: Discount per step.
+        gamma: (envs,), discount per step.
         gae_lambda: Decay of the trace.
     """
     result = np.empty_like(rewards)
@@ -378,6 +458,73 @@ def evaluate(
         return np.array([value for done, wanted in zip(returns, quota, strict=True) for value in done[:wanted]])
     finally:
         net.train(mode)
+
+
+def discounts(args: Args, envs: VectorEnv[Any, Any, Any]) -> npt.NDArray[np.float64]:
+    """Return the discount per step of each environment, float64 (num_envs,)."""
+    if args.gamma is not None:
+        return np.full(args.num_envs, args.gamma)
+    if args.env_id != NODE_ENV:
+        return np.full(args.num_envs, 0.99)
+    return np.exp(-np.asarray(envs.interval_s) / DISCOUNT_S)  # type: ignore[attr-defined]
+
+
+def start_from(net: ActorCritic, path: Path) -> None:
+    """Put a bundle's policy and normaliser into a network; UserError where it has another architecture."""
+    bundle = load_bundle(path)
+    expected = policy_of(net)
+    for name, array in bundle.tensors.items():
+        if name not in expected or expected[name].shape != array.shape:
+            raise UserError(f"--start {path}: its tensor '{name}' is none of the network that is trained")
+    net.load_state_dict({name: torch.from_numpy(array) for name, array in bundle.tensors.items()}, strict=False)
+
+
+def prepare_validation(args: Args, stack: contextlib.ExitStack, known: ValidationSection | None) -> Validation:
+    """Draw the held-out arrivals, and find the best schedule on each that a resumed run does not know already."""
+    # Imported here: the simulator compiles kernels.
+    from eval.sweep import Work, working
+    from train.validation import Validation, find_references, hold_out
+
+    jobs = len(os.sched_getaffinity(0))
+    held = hold_out(load_scenarios(args), args.validation_draws)
+    reference_ms = {} if known is None else dict(known.reference_ms)
+    missing = [each for each in held if each.name not in reference_ms]
+    if missing:
+        with working(jobs) as work:
+            reference_ms |= find_references(missing, work)
+    work = Work(jobs)
+    stack.callback(work.close)
+    return Validation(held, reference_ms, work)
+
+
+def with_look(found: ValidationSection, iteration: int, regrets: dict[str, float]) -> ValidationSection:
+    """Return what is known after one more look; the best is the first one of the least mean regret."""
+    before = found.best
+    better = before is None or mean_regret(regrets) < mean_regret(found.regrets[before])
+    return found.model_copy(
+        update={"regrets": found.regrets | {iteration: regrets}, "best": iteration if better else before}
+    )
+
+
+def looks_without_gain(found: ValidationSection) -> int:
+    """Return how many looks there have been since the best one."""
+    return 0 if found.best is None else sum(iteration > found.best for iteration in found.regrets)
+
+
+def mean_regret(regrets: dict[str, float]) -> float:
+    """Return the mean of the regrets, each counted as MOST_REGRET at the most: of a collapse, how deep says little."""
+    return float(np.mean([min(regret, MOST_REGRET) for regret in regrets.values()]))
+
+
+def plain_arguments(args: Args) -> dict[str, Any]:
+    """Return the arguments as JSON can hold them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [plain(each) for each in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return {name: plain(value) for name, value in vars(args).items()}
 
 
 def make_run_folder(runs: Path, env_id: str, exp_name: str, seed: int) -> Path:
@@ -460,7 +607,7 @@ def start_tracking(args: Args, run: Path, wandb_id: str | None) -> Any:
             id=wandb_id,
             resume="allow",
             sync_tensorboard=True,
-            config={name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+            config=plain_arguments(args),
             name=run.name,
             dir=str(run),
         )
@@ -495,11 +642,6 @@ def train(args: Args) -> Path:
             raise UserError(
                 f"{args.resume}: the environment is no longer the one trained on; changed: {', '.join(changed)}"
             )
-        if args.gamma is None:
-            interval_s = math.nan if environment.bounds is None else environment.bounds.interval_s
-            gamma = 0.99 if math.isnan(interval_s) else math.exp(-interval_s / DISCOUNT_S)
-            args = dataclasses.replace(args, gamma=gamma)
-
         # Before there is a folder: environments that cannot even start leave no run behind
         start = None
         if saved is None:
@@ -521,7 +663,10 @@ def train(args: Args) -> Path:
         rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
 
-        net = learn(args, envs, environment, run, writer, console, saved, start, wandb_id)
+        validation = None
+        if environment.scenarios and args.validate_every and not args.trace:
+            validation = prepare_validation(args, stack, None if saved is None else saved[0].training.validation)
+        net = learn(args, envs, environment, run, writer, console, saved, start, wandb_id, validation)
         if args.eval_episodes:
             fresh, _ = make_envs(args)
             stack.callback(fresh.close)
@@ -541,12 +686,13 @@ def learn(
     saved: tuple[TrainingState, Tensors] | None,
     start: npt.NDArray[Any] | None,
     wandb_id: str | None,
+    validation: Validation | None = None,
 ) -> ActorCritic:
     """Do all iterations, from a saved state or from the environments' first observations `start`.
 
     Leaves checkpoints in `run`.
     """
-    assert args.gamma is not None
+    gamma = discounts(args, envs)
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
@@ -556,6 +702,14 @@ def learn(
     generator = torch.Generator().manual_seed(args.seed)
     obs_size, action_size = environment.observation_size, environment.action_size
     net = ActorCritic(obs_size, action_size, generator=generator)
+    if args.start is not None and saved is None:
+        start_from(net, args.start)
+    read = torch.ones(obs_size)  # features that the policy reads; what it does not read has no weight and gets none
+    if args.signals == "seven":
+        read[PAPER_SIGNALS:] = 0.0
+        with torch.no_grad():
+            for first in (net.actor[0], net.critic[0]):
+                first.weight *= read  # type: ignore[operator]
     optimiser = torch.optim.Adam(net.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
 
     # Storage: observations as they were normalised when acted on; the same memory by step and as one batch
@@ -574,15 +728,21 @@ def learn(
     # Where we stand: at the beginning, or where the checkpoint says
     iteration, episodes, seconds = 0, 0, 0.0
     statistics: dict[str, float | None] = {}
+    found = ValidationSection(reference_ms={} if validation is None else validation.reference_ms)
+    best: Tensors = {}
+    stopped: str | None = None
     commands = [command()]
     obs = np.zeros((args.num_envs, obs_size)) if start is None else start
     episode_return = np.zeros(args.num_envs)
     episode_length = np.zeros(args.num_envs, dtype=np.int64)
     recent: deque[tuple[float, float]] = deque(maxlen=20)  # return and length of the last episodes
     if saved is not None:
-        before, loop = saved[0].training, restore(str(run), saved[1], net, optimiser, generator)
+        before = saved[0].training
+        loop, best = restore(str(run), saved[1], net, optimiser, generator)
         iteration, episodes, seconds = before.iterations, before.episodes, before.seconds
-        statistics, commands = before.statistics, before.commands + commands
+        statistics, commands, found = before.statistics, before.commands + commands, before.validation
+        if 0 < args.patience <= looks_without_gain(found):
+            raise UserError(f"{run}: the run is complete ({before.stopped}); a larger --patience goes on with it")
         if iteration >= num_iterations:
             raise UserError(
                 f"{run}: the run is complete ({before.steps} of {args.total_timesteps} steps); give a larger "
@@ -603,9 +763,8 @@ def learn(
     warned = False
 
     def take_snapshot() -> tuple[Tensors, TrainingSection]:
-        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
         section = TrainingSection(
-            arguments=arguments | {"resume": None},
+            arguments=plain_arguments(args) | {"resume": None},
             commands=commands,
             seed=args.seed,
             iterations=iteration,
@@ -613,6 +772,8 @@ def learn(
             episodes=episodes,
             seconds=seconds + time.perf_counter() - started,
             statistics=statistics,
+            validation=found,
+            stopped=stopped,
             helm_rl_version=__version__,
         )
         loop = Loop(
@@ -622,7 +783,7 @@ def learn(
             episode_length=episode_length,
             recent=np.array(recent, dtype=np.float64).reshape(-1, 2),
         )
-        return capture(net, optimiser, generator, loop), section
+        return capture(net, optimiser, generator, loop, best), section
 
     def save() -> None:
         nonlocal saved_iterations
@@ -639,7 +800,8 @@ def learn(
             )
             saved_iterations = snapshot[1].iterations
 
-    what = args.env_id if environment.scenario is None else f"scenario {environment.scenario}"
+    names = [source.name for source in environment.scenarios]
+    what = f"scenario{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else args.env_id
     console.print(f"training on {what}: {num_iterations} iterations of {batch_size} steps, run folder {run}")
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("iterations"), TimeElapsedColumn(), TimeRemainingColumn())
     progress = Progress(TextColumn("{task.description}"), *columns, console=console)
@@ -678,7 +840,7 @@ def learn(
                     global_step = iteration * batch_size + (step + 1) * args.num_envs
                     raw_obs = torch.as_tensor(obs)
                     net.normaliser.update(raw_obs)
-                    obs_at[step] = net.normaliser(raw_obs)
+                    obs_at[step] = net.normaliser(raw_obs) * read
                     means_at[step] = net.actor(obs_at[step])
                     actions_at[step] = means_at[step] + noise[step]
                     action = np.clip(actions_at[step].numpy(), action_space.low, action_space.high)
@@ -695,7 +857,7 @@ def learn(
                         if cut.size:
                             final = np.stack([np.asarray(infos["final_obs"][i], dtype=np.float64) for i in cut])
                             check_finite(f"{args.env_id}, step {global_step}", final_observation=final)
-                            truncations.append((step, cut, net.normaliser(torch.from_numpy(final))))
+                            truncations.append((step, cut, net.normaliser(torch.from_numpy(final)) * read))
                         for i in np.flatnonzero(ends[step]):
                             episodes += 1
                             recent.append((float(episode_return[i]), float(episode_length[i])))
@@ -706,13 +868,13 @@ def learn(
 
                 # Bootstrap: a truncated episode would have gone on; the value of its final observation says how
                 for step, cut, final_obs in truncations:
-                    rewards[step, cut] += args.gamma * net.value(final_obs).numpy()
+                    rewards[step, cut] += gamma[cut] * net.value(final_obs).numpy()
                 values = net.value(b_obs).numpy().reshape(steps_by_envs)
-                next_value = net.value(net.normaliser(torch.as_tensor(obs))).numpy()
+                next_value = net.value(net.normaliser(torch.as_tensor(obs)) * read).numpy()
                 b_logprobs = net.log_prob(b_means, b_actions)
 
             # Advantages, and the value's targets in units of the returns' spread
-            adv = advantages(rewards, values, next_value, ends, args.gamma, args.gae_lambda)
+            adv = advantages(rewards, values, next_value, ends, gamma, args.gae_lambda)
             returns = adv + values
             variance = float(returns.var())
             explained_var = math.nan if variance == 0 else 1 - float(adv.var()) / variance
@@ -721,7 +883,8 @@ def learn(
             net.returns.update(b_returns.unsqueeze(-1))
             b_targets = net.scale_returns(b_returns)
 
-            # Optimising the policy and the value network
+            # Optimising the policy and the value network; a value network that knows nothing would spoil a good start
+            policy_weight = 0.0 if args.start is not None and iteration < args.critic_first else 1.0
             clipfracs = []
             for _ in range(args.update_epochs):
                 b_inds = torch.randperm(batch_size, generator=generator)
@@ -743,7 +906,7 @@ def learn(
                     pg_loss = -torch.min(mb_adv * ratio, mb_adv * clipped).mean()
                     v_loss = 0.5 * (net.scaled_value(mb_obs) - b_targets[mb_inds]).square().mean()
                     entropy = net.entropy()
-                    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+                    loss = policy_weight * (pg_loss - args.ent_coef * entropy) + args.vf_coef * v_loss
 
                     optimiser.zero_grad()
                     loss.backward()
@@ -780,12 +943,31 @@ def learn(
                 mean_return, mean_length = np.mean(recent, axis=0)
                 statistics |= {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length}
                 shown = f"return {mean_return:.4g}"
+
+            # Looking at held-out arrivals: the best policy so far is kept, and without any gain for long it is over
+            last = iteration == num_iterations
+            if validation is not None and (iteration % args.validate_every == 0 or last):
+                regrets = validation.regrets(policy_of(net), network_section(action_size), environment)
+                found = with_look(found, iteration, regrets)
+                if found.best == iteration:
+                    best = policy_of(net)
+                for name, regret in regrets.items():
+                    writer.add_scalar(f"validation/p99_regret/{name}", regret, global_step)
+                writer.add_scalar("validation/mean_p99_regret", mean_regret(regrets), global_step)
+                idle = looks_without_gain(found)
+                if 0 < args.patience <= idle and not last:
+                    stopped = f"no lower regret on held-out arrivals in {idle} looks, after {iteration} iterations"
+            if found.best is not None:
+                shown += f"  regret {100 * mean_regret(found.regrets[found.best]):.1f} %"
             progress.update(task, completed=iteration, description=f"training  {shown}  {sps:.0f} steps/s")
 
             # Checkpoint: in memory after every iteration, on disk every so often and whenever training stops
             snapshot = take_snapshot()
-            if iteration % args.checkpoint_every == 0 or iteration == num_iterations:
+            if iteration % args.checkpoint_every == 0 or last or stopped is not None:
                 save()
+            if stopped is not None:
+                console.print(f"stopped: {stopped}")
+                break
     except BaseException as error:
         progress.stop()
         save()

@@ -38,8 +38,19 @@ def network_section(action_size: int) -> NetworkSection:
     return NetworkSection(hidden=HIDDEN, action_size=action_size, observation_clip=CLIP, epsilon=EPSILON)
 
 
-def capture(net: ActorCritic, optimiser: torch.optim.Optimizer, generator: torch.Generator, loop: Loop) -> Tensors:
-    """Copy the whole state; what training does afterwards does not show in the copy."""
+def policy_of(net: ActorCritic) -> Tensors:
+    """Copy what a bundle keeps of a network: its actor, and the normaliser before it."""
+    state = net.state_dict()
+    return {name: value.numpy().copy() for name, value in state.items() if name.startswith(("normaliser.", "actor."))}
+
+
+def capture(
+    net: ActorCritic, optimiser: torch.optim.Optimizer, generator: torch.Generator, loop: Loop, best: Tensors
+) -> Tensors:
+    """Copy the whole state; what training does afterwards does not show in the copy.
+
+    best: the policy (`policy_of`) that did best on the validation's arrivals; empty before the first look.
+    """
     tensors = {f"net.{name}": value.numpy().copy() for name, value in net.state_dict().items()}
     for name, parameter in net.named_parameters():
         for key, value in optimiser.state[parameter].items():
@@ -47,13 +58,13 @@ def capture(net: ActorCritic, optimiser: torch.optim.Optimizer, generator: torch
     tensors["generator"] = generator.get_state().numpy().copy()
     for name, array in vars(loop).items():
         tensors[f"loop.{name}"] = array.copy()
-    return tensors
+    return tensors | {f"best.{name}": array for name, array in best.items()}
 
 
 def restore(
     where: str, tensors: Tensors, net: ActorCritic, optimiser: torch.optim.Optimizer, generator: torch.Generator
-) -> Loop:
-    """Put a captured state back into objects of the same shapes.
+) -> tuple[Loop, Tensors]:
+    """Put a captured state back into objects of the same shapes; return the loop's part and the best policy.
 
     Raises:
         UserError: A tensor is missing, left over, or of another dtype or shape. `where` names the run.
@@ -68,6 +79,12 @@ def restore(
                 key: _take(where, left, f"optimiser.{name}.{key}", like) for key, like in shapes.items()
             }
     generator.set_state(_take(where, left, "generator", generator.get_state()))
+    best = {}
+    if any(name.startswith("best.") for name in left):
+        best = {
+            name: _take(where, left, f"best.{name}", torch.from_numpy(now)).numpy()
+            for name, now in policy_of(net).items()
+        }
     loop = Loop(**{name: left.pop(f"loop.{name}", np.empty(0)) for name in Loop.__dataclass_fields__})
     if left:
         raise UserError(f"{where}: tensor '{sorted(left)[0]}' does not belong in this training's state")
@@ -83,11 +100,11 @@ def restore(
         found = getattr(loop, name).shape
         if len(found) != len(shape) or any(w is not None and w != f for w, f in zip(shape, found, strict=True)):
             raise UserError(f"{where}: tensor 'loop.{name}' is missing or has the wrong shape {list(found)}")
-    return loop
+    return loop, best
 
 
 def load_net(run: Path) -> ActorCritic:
-    """Return the network of a run's last checkpoint, frozen: in evaluation mode.
+    """Return the network of a run's last checkpoint, frozen: in evaluation mode, whatever a validation found best.
 
     Raises:
         UserError: The run or its state cannot be read.

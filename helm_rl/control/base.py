@@ -9,6 +9,7 @@ import numpy as np
 
 from helm_rl.checkpoint import Bundle, load_bundle
 from helm_rl.control.protocol import FloatArray
+from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 
 
@@ -20,12 +21,23 @@ class BasePolicy:
 
     Args:
         bundle: A checked bundle; `BasePolicy.load` reads one from a folder.
+        interval_s: Seconds between decisions, among those it was trained for; may be left out where that is one.
+
+    Raises:
+        UserError: It was trained for other intervals.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, interval_s: float | None = None) -> None:
         config, tensors = bundle.config, bundle.tensors
         self.config = config
-        self.step = config.bounds.rate_per_s * config.bounds.interval_s
+        trained = config.bounds.interval_s
+        if interval_s is None and len(trained) == 1:
+            interval_s = trained[0]
+        if interval_s is None or not trained[0] * (1 - 1e-9) <= interval_s <= trained[-1] * (1 + 1e-9):
+            asked = "no interval was given" if interval_s is None else f"{interval_s:g} s was asked for"
+            span = f"{trained[0]:g} s" if len(trained) == 1 else f"{trained[0]:g} to {trained[-1]:g} s"
+            raise UserError(f"{bundle.path}: the policy was trained for {span} between decisions, and {asked}")
+        self.step = config.bounds.rate_per_s * interval_s
         self.target: float | None = None
         self._mean = tensors["normaliser.mean"]
         self._std = np.sqrt(tensors["normaliser.var"] + config.network.epsilon)
@@ -38,9 +50,9 @@ class BasePolicy:
         ]
 
     @classmethod
-    def load(cls, path: Path) -> BasePolicy:
+    def load(cls, path: Path, interval_s: float | None = None) -> BasePolicy:
         """Read a bundle folder strictly; UserError says what is wrong with it."""
-        return cls(load_bundle(path))
+        return cls(load_bundle(path), interval_s)
 
     def action(self, observation: FloatArray) -> FloatArray:
         """Return the mean action, not clipped, float32 (1,), for a raw observation, float32 (17,)."""

@@ -428,8 +428,8 @@ def test_a_policy_trained_on_helm_node_runs_here_unchanged(make: Make, tmp_path:
             flat += [f"[{name}]", *(f"{k} = {v!r}".replace("'", '"') for k, v in fields.items())]
     toml.write_text("\n".join(flat))
     run = train.ppo_base.train(
-        Args(scenario=str(toml), runs=tmp_path / "runs", num_envs=1, num_steps=16, num_minibatches=1, update_epochs=1,
-             total_timesteps=16)
+        Args(scenario=(str(toml),), runs=tmp_path / "runs", num_envs=1, num_steps=16, num_minibatches=1,
+             update_epochs=1, total_timesteps=16, validate_every=0)
     )  # fmt: skip
     export(run, tmp_path / "bundle")
 

@@ -29,7 +29,7 @@ def test_reward_by_hand() -> None:
     served = window(
         completed=5, log_latency_sum=float(np.log(ratios).sum()), excess_sum=float(np.clip(ratios - 1, 0, 10).sum())
     )
-    expected = -np.log(ratios).mean() - 2.0 * (0.5 + 10 + 10) / 5
+    expected = -0.5 * (np.log(ratios).mean() + 2.0 * (0.5 + 10 + 10) / 5)  # an interval of .5 s
     assert reward(served, small, 0.0) == pytest.approx(expected)
     assert reward(served, small, -0.1) == pytest.approx(expected - 0.05)
     assert reward(served, small, 0.1) == pytest.approx(expected - 0.05)

@@ -11,6 +11,7 @@ from helm_rl.checkpoint import (
     EnvironmentSection,
     NetworkSection,
     ObservationSection,
+    SourceSection,
     TrainingSection,
     policy_tensors,
     save_bundle,
@@ -32,9 +33,12 @@ def make_bundle(tmp_path: Path) -> MakeBundle:
         observation = ObservationSection(
             schema_version=SCHEMA_VERSION, schema_hash=schema_hash(), names=tuple(OBSERVATION_NAMES)
         )
-        bounds = BoundsSection(alpha_min=0.1, alpha_max=alpha_max, rate_per_s=0.06, interval_s=interval_s)
+        bounds = BoundsSection(alpha_min=0.1, alpha_max=alpha_max, rate_per_s=0.06, interval_s=(interval_s,))
         environment = EnvironmentSection(
-            env_id="helm_rl/HelmNode-v0", observation_size=17, action_size=1, scenario="burst"
+            env_id="helm_rl/HelmNode-v0",
+            observation_size=17,
+            action_size=1,
+            scenarios=(SourceSection(name="burst", sha256="ab" * 32),),
         )
         training = TrainingSection(
             arguments={},

@@ -204,7 +204,7 @@ def test_recorded_arrivals_take_the_deployable_alpha_from_their_first_quarter() 
 
 def test_training_on_the_evaluated_trace_is_said() -> None:
     trace = generate(small_scenario(), seed=9)
-    policy = Contestant(POLICY, "policy", "", lambda: StaticAlpha(0.5), trained_on=trace.hash())
+    policy = Contestant(POLICY, "policy", "", lambda: StaticAlpha(0.5), trained_on=(trace.hash(),))
     assert any(
         "trained on these very arrivals" in note
         for note in run(FakeServing(), seeds=1, trace=trace, policies=[policy]).notes

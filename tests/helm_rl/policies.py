@@ -12,6 +12,7 @@ from helm_rl.checkpoint import (
     EnvironmentSection,
     NetworkSection,
     ObservationSection,
+    SourceSection,
     Tensors,
     TrainingSection,
     save_bundle,
@@ -24,15 +25,14 @@ NETWORK = NetworkSection(hidden=HIDDEN, action_size=1, observation_clip=CLIP, ep
 OBSERVATION = ObservationSection(
     schema_version=SCHEMA_VERSION, schema_hash=schema_hash(), names=tuple(OBSERVATION_NAMES)
 )
-BOUNDS = BoundsSection(alpha_min=0.1, alpha_max=0.9, rate_per_s=0.06, interval_s=0.5)
+BOUNDS = BoundsSection(alpha_min=0.1, alpha_max=0.9, rate_per_s=0.06, interval_s=(0.5,))
 ENVIRONMENT = EnvironmentSection(
     env_id="helm_rl/HelmNode-v0",
     observation_size=17,
     action_size=1,
     observation=OBSERVATION,
     bounds=BOUNDS,
-    scenario="burst",
-    scenario_hash="ab" * 32,
+    scenarios=(SourceSection(name="burst", sha256="ab" * 32),),
 )
 
 

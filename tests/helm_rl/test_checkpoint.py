@@ -67,7 +67,7 @@ def test_a_bundle_comes_back_as_it_was(tmp_path: Path) -> None:
         np.testing.assert_array_equal(bundle.tensors[name], array)
     document = json.loads((tmp_path / "b" / "config.json").read_text())
     assert document["format_version"] == 1
-    assert document["bounds"] == {"alpha_min": 0.1, "alpha_max": 0.9, "rate_per_s": 0.06, "interval_s": 0.5}
+    assert document["bounds"] == {"alpha_min": 0.1, "alpha_max": 0.9, "rate_per_s": 0.06, "interval_s": [0.5]}
     assert document["training"]["statistics"]["losses/explained_variance"] is None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tyro
 
-from helm_rl.checkpoint import EnvironmentSection, load_bundle, load_training_state, save_training_state
+from helm_rl.checkpoint import EnvironmentSection, SourceSection, load_bundle, load_training_state, save_training_state
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
 from helm_rl.export import ExportArgs, export, main, model_card
@@ -47,14 +47,15 @@ def test_the_card_says_what_it_is_from_what_is_known(tmp_path: Path) -> None:
         "| losses/value_loss | 0.0123456 |",
         "| losses/explained_variance | not defined |",
         "seed 7; 3072 environment steps in 3 iterations; 4 episodes ended; 12.3 s",
-        "multiplied by 0.03,",  # .06 per second at an interval of .5 s
+        "multiplied by 0.06 per second,",
+        "Every interval (0.5 s)",
         "[0.1, 0.9]",
         "generated from the scenario",
         *[f"{i}. {name}\n" for i, name in enumerate(OBSERVATION_NAMES)],
     ):
         assert fact in card, fact
     assert not re.search(r"\bnan\b|None|\{|\}|/home/me", card)
-    traced = ENVIRONMENT.model_copy(update={"trace": "mooncake.parquet", "trace_hash": "cd" * 32})
+    traced = ENVIRONMENT.model_copy(update={"traces": (SourceSection(name="mooncake.parquet", sha256="cd" * 32),)})
     make_run(tmp_path / "traced", network(), environment=traced)
     card = model_card(load_training_state(tmp_path / "traced")[0])
     assert f"`mooncake.parquet`, sha256 `{'cd' * 32}`" in card

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ import pytest
 
 import train.ppo_base
 from envs.vector import NodeVectorEnv
-from helm_rl.checkpoint import load_bundle, load_training_state
+from helm_rl.checkpoint import SourceSection, load_bundle, load_training_state
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
 from helm_rl.export import export
 from helm_rl.observation import OBSERVATION_NAMES, schema_hash
 from helm_rl.scenario import load_scenario, scenario_hash
 from helm_rl.workloads.generate import generate
-from tests.train.test_ppo_base import assert_same_state
+from tests.train.test_ppo_base import assert_same_state, logged
 from train.ppo_base import Args, make_envs
 from train.state import load_net
 
@@ -47,7 +46,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Args:
     folder = tmp_path_factory.mktemp("small")
     (folder / "small.toml").write_text(SCENARIO)
     return Args(
-        scenario=str(folder / "small.toml"),
+        scenario=(str(folder / "small.toml"),),
         runs=folder / "runs",
         num_envs=2,
         num_steps=32,
@@ -55,6 +54,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Args:
         update_epochs=2,
         total_timesteps=64 * 5,
         checkpoint_every=3,
+        validate_every=2,
     )
 
 
@@ -88,16 +88,27 @@ def test_from_a_scenario_to_a_decision(
     assert_same_state(whole, run)
     assert f"next: helm-rl export {run} --output" in capsys.readouterr().out
 
-    scenario = load_scenario(small.scenario)
+    scenario = load_scenario(small.scenario[0])
     export(run, tmp_path / "bundle")
     config = load_bundle(tmp_path / "bundle").config
-    assert config.environment.scenario_hash == scenario_hash(scenario)
-    assert config.environment.trace_hash is None
-    assert config.bounds.model_dump() == {"alpha_min": 0.1, "alpha_max": 0.8, "rate_per_s": 0.06, "interval_s": 0.5}
+    assert config.environment.scenarios == (SourceSection(name="small", sha256=scenario_hash(scenario)),)
+    assert config.environment.traces == ()
+    assert config.bounds.model_dump() == {"alpha_min": 0.1, "alpha_max": 0.8, "rate_per_s": 0.06, "interval_s": (0.5,)}
     assert config.observation.names == tuple(OBSERVATION_NAMES)
     assert config.observation.schema_hash == schema_hash()
-    assert config.training.arguments["gamma"] == pytest.approx(math.exp(-0.5 / 60))
     assert config.training.steps == 320
+
+    # Held-out arrivals were looked at after every second iteration and the last; the bundle is the best policy of those.
+    found = config.training.validation
+    assert list(found.regrets) == [2, 4, 5]
+    assert found.reference_ms.keys() == {"small"}
+    assert found.best == min(found.regrets, key=lambda iteration: found.regrets[iteration]["small"])
+    assert any(key == "validation/p99_regret/small" for key in logged(run))
+    tensors = load_training_state(run)[1]
+    np.testing.assert_array_equal(
+        load_bundle(tmp_path / "bundle").tensors["actor.4.bias"], tensors["best.actor.4.bias"]
+    )
+    assert f"this is the policy after {found.best} iterations" in (tmp_path / "bundle" / "README.md").read_text()
 
     # It decides as the simulator would have taken its action.
     policy = BasePolicy.load(tmp_path / "bundle")
@@ -105,35 +116,81 @@ def test_from_a_scenario_to_a_decision(
     obs, _ = envs.reset(seed=3)
     envs.close()
     assert np.abs(policy.action(obs[0])).max() > 1e-4
-    action = np.clip(load_net(run)(train.ppo_base.torch.from_numpy(obs)).detach().numpy()[0, 0], -1, 1)
+    net = load_net(run)
+    net.load_state_dict(
+        {n[5:]: train.ppo_base.torch.from_numpy(t) for n, t in tensors.items() if n[:5] == "best."}, False
+    )
+    action = np.clip(net(train.ppo_base.torch.from_numpy(obs)).detach().numpy()[0, 0], -1, 1)
     assert policy.decide(obs[0], 0.4, 0) == pytest.approx(0.4 + action * 0.06 * 0.5, abs=1e-7)
 
     # Whoever changes the scenario trains something else.
-    text = Path(small.scenario).read_text()
+    text = Path(small.scenario[0]).read_text()
     try:
-        Path(small.scenario).write_text(text.replace("slo_ms = 100", "slo_ms = 90"))
-        with pytest.raises(UserError, match="no longer the one trained on; changed: scenario_hash"):
+        Path(small.scenario[0]).write_text(text.replace("slo_ms = 100", "slo_ms = 90"))
+        with pytest.raises(UserError, match="no longer the one trained on; changed: scenarios"):
             train.ppo_base.train(Args(resume=run, total_timesteps=640))
     finally:
-        Path(small.scenario).write_text(text)
+        Path(small.scenario[0]).write_text(text)
+
+
+def test_several_scenarios_the_papers_signals_and_an_end_without_gain(small: Args, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.toml"
+    slow.write_text(SCENARIO.replace('"small"', '"slow"').replace("interval_s = 0.5", "interval_s = 2.0"))
+    args = dataclasses.replace(
+        small,
+        scenario=(*small.scenario, str(slow)),
+        variations=1,
+        num_envs=3,
+        signals="seven",
+        total_timesteps=96 * 20,
+        learning_rate=1e-12,  # nothing gets better
+        validate_every=1,
+        patience=2,
+        runs=tmp_path / "runs",
+    )
+    run = train.ppo_base.train(args)
+    state, tensors = load_training_state(run)
+    assert state.training.iterations == 3
+    assert state.training.stopped == "no lower regret on held-out arrivals in 2 looks, after 3 iterations"
+    assert state.training.validation.best == 1
+    assert [each.name for each in state.environment.scenarios] == ["small", "slow", "small~1"]
+    assert state.environment.bounds is not None
+    assert {0.5, 2.0} <= set(state.environment.bounds.interval_s)
+    for layer in ("net.actor.0.weight", "net.critic.0.weight", "best.actor.0.weight"):
+        assert (tensors[layer][:, 7:] == 0).all()
+        assert (tensors[layer][:, :7] != 0).all()
+    with pytest.raises(UserError, match=r"complete \(no lower regret .* a larger --patience goes on with it"):
+        train.ppo_base.train(Args(resume=run))
+    train.ppo_base.train(Args(resume=run, patience=3))
+    assert load_training_state(run)[0].training.iterations == 4
+
+    # A bundle is where another training can begin: at first the value network learns alone.
+    export(run, tmp_path / "bundle")
+    again = dataclasses.replace(args, start=tmp_path / "bundle", signals="all", learning_rate=0.01, critic_first=1)
+    again = dataclasses.replace(again, total_timesteps=96, validate_every=0)
+    first = load_training_state(train.ppo_base.train(again))[1]
+    np.testing.assert_array_equal(first["net.actor.0.weight"], tensors["best.actor.0.weight"])
+    assert (first["net.critic.0.weight"] != tensors["net.critic.0.weight"]).any()
+    more = load_training_state(train.ppo_base.train(dataclasses.replace(again, total_timesteps=192)))[1]
+    assert (more["net.actor.0.weight"] != tensors["best.actor.0.weight"]).any()
 
 
 def test_on_a_trace(small: Args, tmp_path: Path) -> None:
-    trace = generate(load_scenario(small.scenario), seed=5)
+    trace = generate(load_scenario(small.scenario[0]), seed=5)
     trace.save(tmp_path / "t.parquet")
-    args = dataclasses.replace(small, trace=tmp_path / "t.parquet", total_timesteps=64, runs=tmp_path / "runs")
+    args = dataclasses.replace(small, trace=(tmp_path / "t.parquet",), total_timesteps=64, runs=tmp_path / "runs")
     run = train.ppo_base.train(args)
     export(run, tmp_path / "bundle")
-    assert load_bundle(tmp_path / "bundle").config.environment.trace_hash == trace.hash()
+    assert load_bundle(tmp_path / "bundle").config.environment.traces[0].sha256 == trace.hash()
     assert trace.hash() in (tmp_path / "bundle" / "README.md").read_text()
 
 
 def test_a_wrong_scenario_or_trace_is_named_before_anything_is_made(small: Args, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with pytest.raises(UserError, match="nowhere"):
-        train.ppo_base.train(dataclasses.replace(small, scenario="nowhere", runs=runs))
+        train.ppo_base.train(dataclasses.replace(small, scenario=("nowhere",), runs=runs))
     with pytest.raises(UserError, match=r"none\.parquet"):
-        train.ppo_base.train(dataclasses.replace(small, trace=tmp_path / "none.parquet", runs=runs))
+        train.ppo_base.train(dataclasses.replace(small, trace=(tmp_path / "none.parquet",), runs=runs))
     assert not runs.exists()
 
 
@@ -148,7 +205,7 @@ def test_a_scenario_that_cannot_run_leaves_no_run_behind(small: Args, tmp_path: 
     path = tmp_path / "wrong.toml"
     path.write_text(f'name = "wrong"\nslo_ms = 100\n{line}\n')
     with pytest.raises(UserError, match=message):
-        train.ppo_base.train(dataclasses.replace(small, scenario=str(path), runs=tmp_path / "runs"))
+        train.ppo_base.train(dataclasses.replace(small, scenario=(str(path),), runs=tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
 
 

@@ -24,7 +24,7 @@ from helm_rl.checkpoint import load_training_state
 from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from tests.train import toys
-from train.ppo_base import Args, advantages, check_args, evaluate, make_envs, make_run_folder, reset_seed
+from train.ppo_base import Args, advantages, check_args, discounts, evaluate, make_envs, make_run_folder, reset_seed
 from train.state import load_net
 
 
@@ -322,7 +322,7 @@ def test_advantages_by_hand() -> None:
     rewards = np.array([[1.0, 1.0], [2.0, 0.0], [3.0, 5.0]])
     values = np.array([[0.5, 1.0], [0.4, 2.0], [0.3, 3.0]])
     ends = np.array([[False, False], [True, False], [False, False]])
-    got = advantages(rewards, values, np.array([10.0, 20.0]), ends, gamma=0.5, gae_lambda=0.8)
+    got = advantages(rewards, values, np.array([10.0, 20.0]), ends, gamma=np.array([0.5, 0.5]), gae_lambda=0.8)
     d2 = 3.0 + 0.5 * 10.0 - 0.3
     d1 = 2.0 - 0.4  # the episode ended: nothing of the next one flows back
     d0 = 1.0 + 0.5 * 0.4 - 0.5
@@ -333,10 +333,14 @@ def test_advantages_by_hand() -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
-def test_the_discount_without_a_scenario_and_as_given(tmp_path: Path) -> None:
-    assert load_training_state(train.ppo_base.train(toy("Reach", tmp_path)))[0].training.arguments["gamma"] == 0.99
-    run = train.ppo_base.train(toy("Reach", tmp_path, gamma=0.5))
-    assert load_training_state(run)[0].training.arguments["gamma"] == 0.5
+def test_each_environment_discounts_by_its_own_interval_unless_told(tmp_path: Path) -> None:
+    class Envs:
+        interval_s = np.array([0.5, 5.0])
+
+    args = Args(num_envs=2)
+    np.testing.assert_allclose(discounts(args, Envs()), np.exp([-0.5 / 60, -5 / 60]), rtol=1e-12)  # type: ignore[arg-type]
+    assert discounts(dataclasses.replace(args, gamma=0.5), Envs()).tolist() == [0.5, 0.5]  # type: ignore[arg-type]
+    assert discounts(toy("Reach", tmp_path), Envs()).tolist() == [0.99] * 4  # type: ignore[arg-type]
 
 
 def test_runs_of_one_second_do_not_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

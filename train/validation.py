@@ -1,0 +1,106 @@
+"""How a policy in training does on arrivals that it is not trained on: its P99 over that of the best schedule known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.reference import best_known, segment_optimum
+from eval.sweep import Work, sweep_adaptively
+from helm_rl import __version__
+from helm_rl.checkpoint import Bundle, BundleConfig, EnvironmentSection, NetworkSection, Tensors, TrainingSection
+from helm_rl.control.base import BasePolicy
+from helm_rl.metrics import p99_ms
+from helm_rl.scenario import Scenario
+from helm_rl.workloads.generate import generate
+from helm_rl.workloads.trace import Trace
+
+SEEDS_FROM = 4_000_000
+"""Validation draws its arrivals from here up: training has seeds from 2**32, evaluations and the map smaller ones."""
+STEP = 0.05
+"""Spacing of the statics that a policy is held against while it trains; evaluations look closer."""
+_NOT_YET = TrainingSection(
+    arguments={},
+    commands=[],
+    seed=0,
+    iterations=0,
+    steps=0,
+    episodes=0,
+    seconds=0.0,
+    statistics={},
+    helm_rl_version=__version__,
+)
+
+
+@dataclass(frozen=True)
+class Held:
+    """One set of arrivals, what serves them, and from which alpha a policy starts there."""
+
+    name: str
+    scenario: Scenario
+    trace: Trace
+    alpha0: float
+
+
+def hold_out(scenarios: Sequence[Scenario], draws: int) -> list[Held]:
+    """Draw `draws` sets of arrivals for each scenario; a policy starts at .5, or as near to it as the bounds allow."""
+    held = []
+    for scenario in scenarios:
+        half = min(max(0.5, scenario.control.alpha_min), scenario.control.alpha_max)
+        for draw in range(draws):
+            name = scenario.name if draws == 1 else f"{scenario.name}-{draw + 1}"
+            held.append(Held(name, scenario, generate(scenario, seed=SEEDS_FROM + draw), half))
+    return held
+
+
+def find_references(held: Sequence[Held], work: Work) -> dict[str, float]:
+    """Return P99 (ms) of the best schedule known on each set: of every static, and of each segment's best one.
+
+    Raises:
+        UserError: There are too few requests for a P99.
+    """
+    found = {}
+    for each in held:
+        work.describe(f"held-out arrivals of {each.name}: the best schedule")
+        swept = sweep_adaptively(each.scenario, each.trace, work, STEP)
+        schedule = segment_optimum(each.trace, swept)
+        starts = [(schedule, float(schedule.alphas[0]), 0)]
+        (optimum,) = work.run(each.scenario, each.trace, swept.part, starts)
+        found[each.name] = best_known(each.trace, swept, optimum).p99_ms
+    return found
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Held-out arrivals, the P99 (ms) of the best schedule known on each by name, and where replays run."""
+
+    held: list[Held]
+    reference_ms: dict[str, float]
+    work: Work
+
+    def regrets(self, policy: Tensors, network: NetworkSection, environment: EnvironmentSection) -> dict[str, float]:
+        """Return P99 of the policy, without noise and frozen, over the best schedule's, less 1, by name.
+
+        Args:
+            policy: Tensors of its actor and normaliser, as a bundle has them.
+            network, environment: What they belong to.
+        """
+        assert environment.observation is not None
+        assert environment.bounds is not None
+        config = BundleConfig(
+            network=network,
+            observation=environment.observation,
+            bounds=environment.bounds,
+            environment=environment,
+            training=_NOT_YET,
+            files={},
+        )
+        bundle = Bundle(Path("the policy in training"), config, policy)
+
+        def one(held: Held) -> float:
+            controller = BasePolicy(bundle, held.scenario.control.interval_s)
+            reached_ms = p99_ms(self.work.measured_ms(held.scenario, held.trace, controller, held.alpha0))
+            return reached_ms / self.reference_ms[held.name] - 1.0
+
+        return dict(zip((held.name for held in self.held), self.work.map(one, self.held), strict=True))

@@ -98,7 +98,7 @@ def test_from_a_scenario_to_a_decision(
     assert config.observation.schema_hash == schema_hash()
     assert config.training.steps == 320
 
-    # After every second iteration and the last, held-out arrivals were looked at; the bundle is the best policy of those.
+    # Held-out arrivals were looked at after every second iteration and the last; the bundle is the best policy there.
     found = config.training.validation
     assert list(found.regrets) == [2, 4, 5]
     assert found.reference_ms.keys() == {"small"}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -50,56 +52,77 @@ def check_outputs(overwrite: bool, inputs: Iterable[str | Path | None] = (), **o
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; rename it to `path` on success, delete it on any failure."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    aside = Path(name)
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the process as an exit does, so that what lies aside is removed."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup's stays
+                before[number] = signal.signal(number, leave)
     try:
-        yield aside
-        _sync(aside)
-        os.chmod(aside, 0o666 & ~_umask())
-        os.replace(aside, path)
-    except OSError as error:
-        _name(error, path)
-        raise
+        yield
     finally:
-        aside.unlink(missing_ok=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder; rename it to `path` on success, delete it on any failure or signal."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ended_by_signals():
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        aside = Path(name)
+        try:
+            yield aside
+            _sync(aside)
+            os.chmod(aside, 0o666 & ~_umask())
+            os.replace(aside, path)
+        except OSError as error:
+            _name(error, path)
+            raise
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; on success it takes the place of `path`, on any failure it is deleted.
+    """Yield a temporary folder beside `path`; on success it takes the place of `path`, else it is deleted.
 
     A folder that stood at `path` is moved aside first and removed last, so one whole version is always there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    old = aside.with_suffix(".old")
-    try:
-        yield aside
-        os.chmod(aside, 0o777 & ~_umask())
-        for file in aside.rglob("*"):
-            if file.is_file():
-                _sync(file)
-        if os.path.lexists(path):
-            os.replace(path, old)
+    with ended_by_signals():
+        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        old = aside.with_suffix(".old")
         try:
-            os.replace(aside, path)
-        except BaseException:
-            if os.path.lexists(old):
-                os.replace(old, path)
+            yield aside
+            os.chmod(aside, 0o777 & ~_umask())
+            for file in aside.rglob("*"):
+                if file.is_file():
+                    _sync(file)
+            if os.path.lexists(path):
+                os.replace(path, old)
+            try:
+                os.replace(aside, path)
+            except BaseException:
+                if os.path.lexists(old):
+                    os.replace(old, path)
+                raise
+        except OSError as error:
+            _name(error, path)
             raise
-    except OSError as error:
-        _name(error, path)
-        raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        if old.is_symlink():
-            old.unlink()
-        elif path.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            if old.is_symlink():
+                old.unlink()
+            elif path.exists():
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

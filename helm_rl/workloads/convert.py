@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from helm_rl.errors import UserError
-from helm_rl.files import atomic_file, check_outputs
+from helm_rl.files import atomic_file, check_outputs, ended_by_signals
 from helm_rl.workloads.readers import ReadOptions, convert_log, parse_mapping
 from helm_rl.workloads.readers.joined import join
 from helm_rl.workloads.readers.mapping import Requests
@@ -94,7 +92,7 @@ class ConvertArgs:
 def convert(args: ConvertArgs) -> None:
     """Run `helm-rl trace convert`."""
     try:
-        with _ended_by_signals():
+        with ended_by_signals():
             _convert(args)
     except UserError as error:
         raise UserError(printable(str(error))) from None
@@ -159,25 +157,6 @@ def _convert(args: ConvertArgs) -> None:
 def printable(text: str) -> str:
     """Return text with what would move a terminal's cursor, or change its colours, written as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process as an exit does, so that what lies aside is removed."""
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # nohup's stays
-                before[number] = signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def write_trace(

@@ -87,6 +87,19 @@ def test_a_file_survives_a_kill_in_the_middle(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").read_text() == "new"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("what", ["atomic_file", "atomic_folder"])
+def test_a_signal_while_writing_ends_the_process_and_leaves_nothing(tmp_path: Path, what: str, number: int) -> None:
+    program = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom helm_rl import files\n"
+        f"with files.{what}(Path(sys.argv[1]) / 'x') as aside:\n"
+        f"    os.kill(os.getpid(), {int(number)})\n    time.sleep(60)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=30, stderr=subprocess.DEVNULL)
+    assert result.returncode in (128 + number, -number)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_disk_that_fills_while_writing_leaves_the_old_content(tmp_path: Path) -> None:
     """A limit on the size of files fails in the middle of a write, as a full disk does."""
     (tmp_path / "a.txt").write_text("old")

@@ -292,8 +292,8 @@ class Scenario(_Section):
 
     name: Text
     slo_ms: Annotated[Real, Field(gt=0, le=1e6)]
-    seconds: Annotated[Real, Field(gt=0, le=1e8)] = 600.0
-    warm_s: Annotated[Real, Field(ge=0, le=1e8)] = 60.0
+    seconds: Annotated[Real, Field(gt=0, le=4e9)] = 600.0
+    warm_s: Annotated[Real, Field(ge=0, le=4e9)] = 60.0
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 1
     model: ModelSection = ModelSection()
     hardware: HardwareSection = HardwareSection()

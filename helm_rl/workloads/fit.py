@@ -24,7 +24,15 @@ import numpy.typing as npt
 from helm_rl.errors import UserError
 from helm_rl.scenario import LoadSection, Scenario
 from helm_rl.workloads.generate import generate
-from helm_rl.workloads.inspect import RETURN_NS, clock_step_s, dispersion, gaps_to_previous, quantile, suits
+from helm_rl.workloads.inspect import (
+    RETURN_NS,
+    clock_step_s,
+    covered_ns,
+    dispersion,
+    gaps_to_previous,
+    quantile,
+    suits,
+)
 from helm_rl.workloads.popularity import fit_zipf
 from helm_rl.workloads.trace import Trace
 
@@ -120,7 +128,7 @@ def measure(trace: Trace, step_s: float = 0.0, items: bool = True) -> Statistics
     windows = tuple(window for window in WINDOWS_S if suits(window, step_s))
     appended = trace.new_tokens[again] if again.any() else trace.new_tokens
     return Statistics(
-        rate_per_s=len(trace) / ((trace.end_ns - trace.meta.phases[0].start_ns) / 1e9),
+        rate_per_s=len(trace) / (covered_ns(trace) / 1e9),
         dispersion=dispersion(trace, windows),
         zipf_exponent=None if law is None else law.exponent,
         zipf_fits=law is not None and law.fits,
@@ -135,7 +143,7 @@ def measure(trace: Trace, step_s: float = 0.0, items: bool = True) -> Statistics
         history_mean=float(history.mean()),
         history_p50=quantile(history, 0.5),
         history_p90=quantile(history, 0.9),
-        history_log_sd=float(np.log(np.maximum(history, 1)).std()),
+        history_log_sd=round(float(np.log(np.maximum(history, 1)).std()), 9),  # rounding makes no spread of none
         history_percentiles=tuple(np.quantile(history, np.linspace(0, 1, 101), method="inverted_cdf").tolist()),
         new_tokens_mean=float(appended.mean()) if trace.new_tokens.any() else None,
     )
@@ -161,7 +169,7 @@ def fit(trace: Trace, name: str, slo_ms: float = 100.0, doing: Callable[[str], N
     measured = measure(trace, step_s)
     notes = list(_missing(trace, measured, step_s))
     warm_s = (trace.meta.measure_from_ns - trace.meta.phases[0].start_ns) / 1e9
-    span_s = (trace.end_ns - trace.meta.phases[0].start_ns) / 1e9
+    span_s = covered_ns(trace) / 1e9
     load: dict[str, Any] = {"rate": measured.rate_per_s, "requests_per_visit": 1.0, "users": _MOST_USERS}
     load |= _content(trace, measured, notes)
     base = Scenario(name=name, slo_ms=slo_ms, seconds=span_s - warm_s, warm_s=warm_s, load=LoadSection(**load))
@@ -169,7 +177,7 @@ def fit(trace: Trace, name: str, slo_ms: float = 100.0, doing: Callable[[str], N
     kind, base = tries.users(base)
     base = tries.histories(kind, base)
     try:
-        base = tries.variation(base)
+        base = _as_written(tries.variation(base))
         doing("generating a trace to compare")
         generated = _mean([measure(generate(base, _SEED + 1 + i), step_s) for i in range(_SHOWN)])
     except UserError as error:  # about a scenario that nobody has seen
@@ -551,6 +559,20 @@ class _Tries:
         tried = _with(scenario, new_tokens_mean=1.0)
         found = [dispersion(generate(tried, _SEED + i), tuple(windows.tolist())) for i in range(_AVERAGED)]
         return np.array([np.mean([one[f"{window:g}"] for one in found]) for window in windows])
+
+
+def _written(value: Any) -> Any:
+    """Return a value of a scenario with the digits that its file has: 6 of a fraction, all of a large number."""
+    return float(f"{value:.6g}") if isinstance(value, float) and abs(value) < 1e5 else value
+
+
+def _as_written(scenario: Scenario) -> Scenario:
+    """Return the scenario that its file will be read as, so that it is this one that is compared."""
+    load = {name: _written(value) for name, value in scenario.load.model_dump().items()}
+    if not scenario.load.history_quantiles and load["history_mean"] > 0.95 * scenario.load.history_max:  # rounded up
+        load["history_mean"] = _written(scenario.load.history_mean * (1 - 1e-5))
+    times = {"seconds": _written(scenario.seconds), "warm_s": _written(scenario.warm_s)}
+    return _with(scenario, **load).model_copy(update=times)
 
 
 def _with(scenario: Scenario, **load: Any) -> Scenario:

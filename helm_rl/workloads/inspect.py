@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from helm_rl.errors import UserError
 from helm_rl.workloads.popularity import ZipfFit, fit_zipf
 from helm_rl.workloads.trace import Int64Array, Trace
 
@@ -25,6 +26,7 @@ GAP_EDGES_S = (1.0, 10.0, 60.0, 300.0, 1800.0)
 
 DISPERSION_WINDOWS_S = (0.1, 1.0, 10.0, 60.0, 600.0, 3600.0)
 _LEAST_WINDOWS = 10
+_LEAST_PAUSES = 2  # by which a clock's step is told
 _MOST_WINDOWS = 120  # that a trace is cut into for what changes over time
 _LEAST_SPAN_NS = 1_000_000  # of which a rate is told
 _POINTS = 80  # of a curve that is drawn
@@ -143,7 +145,7 @@ class TraceSummary:
     history_points: Points  # share of requests with a history of up to x tokens
     phases: tuple[PhaseSummary, ...]
     shrinking: int  # requests whose history is shorter than at their user's one before
-    segments: int  # of the measured part
+    segments: int | None  # of the measured part; None: more than results can be told for
     empty_segments: int
     steps: tuple[str, ...]
     dropped: dict[str, int]
@@ -163,7 +165,7 @@ def summarise(trace: Trace, doing: Callable[[str], None] = lambda _: None) -> Tr
     gap_ns = gaps_to_previous(arrival_ns, trace.user)
     returns = gap_ns >= 0
     step_s = clock_step_s(trace)
-    span_ns = end_ns - start_ns
+    span_ns = covered_ns(trace)
     gap_s = gap_ns[returns] / 1e9
     measured = arrival_ns >= meta.measure_from_ns
     hot = returns & (gap_ns <= RETURN_NS)
@@ -177,8 +179,7 @@ def summarise(trace: Trace, doing: Callable[[str], None] = lambda _: None) -> Tr
     kv = _curve(kv_curve(trace))
     doing("working sets")
     over_time = _over_time(trace, hot, step_s)
-    segments = trace.segments()
-    filled = np.unique(np.searchsorted([one.start_ns for one in segments], arrival_ns[measured], side="right")).size
+    segments, empty_segments = _segments(trace, arrival_ns[measured])
     doing("the rest")
     return TraceSummary(
         name=meta.name,
@@ -224,8 +225,8 @@ def summarise(trace: Trace, doing: Callable[[str], None] = lambda _: None) -> Tr
         history_points=_shares_up_to(trace.history_tokens),
         phases=_phases(trace),
         shrinking=int(np.count_nonzero(trace.history_tokens[returns] < trace.history_tokens[previous[returns]])),
-        segments=len(segments),
-        empty_segments=len(segments) - filled,
+        segments=segments,
+        empty_segments=empty_segments,
         steps=meta.steps,
         dropped=meta.dropped,
     )
@@ -279,9 +280,15 @@ def clock_step_s(trace: Trace) -> float:
     """Return the step of a clock that lets many requests come at one instant, in s; 0 where few do."""
     pauses = np.diff(trace.arrival_ns)
     apart = pauses[pauses > 0]
-    if apart.size < 10 or np.count_nonzero(pauses == 0) < 0.3 * pauses.size:
+    if apart.size < _LEAST_PAUSES or np.count_nonzero(pauses == 0) < 0.3 * pauses.size:
         return 0.0
     return float(np.median(apart) / 1e9)
+
+
+def covered_ns(trace: Trace) -> int:
+    """Return the time that the requests of a trace took: those at a coarse clock's last tick came until the next."""
+    step_ns = max(1, round(clock_step_s(trace) * 1e9))
+    return -(-(trace.end_ns - trace.meta.phases[0].start_ns) // step_ns) * step_ns
 
 
 def suits(window_s: float, step_s: float) -> bool:
@@ -340,10 +347,8 @@ def _window_ns(span_ns: int, step_s: float) -> int:
 
 
 def _over_time(trace: Trace, hot: npt.NDArray[np.bool_], step_s: float) -> OverTime:
-    start_ns, end_ns = trace.meta.phases[0].start_ns, trace.end_ns
-    # Requests at the last tick of a coarse clock came at any time until the next.
-    step_ns = max(1, round(step_s * 1e9))
-    end_ns = start_ns + -(-(end_ns - start_ns) // step_ns) * step_ns
+    start_ns = trace.meta.phases[0].start_ns
+    end_ns = start_ns + covered_ns(trace)
     window_ns = _window_ns(end_ns - start_ns, step_s)
     # What is left at the end is a window of its own only if it is long enough for a rate: a trace may end on an edge.
     windows = max(1, (end_ns - start_ns + window_ns // 2) // window_ns)
@@ -379,6 +384,15 @@ def _shares_up_to(values: npt.NDArray[Any]) -> Points:
     share = np.linspace(0, 1, _POINTS)
     at = np.sort(values)[np.minimum((share * values.size).astype(np.int64), values.size - 1)]
     return Points(at.astype(float).tolist(), share.tolist())
+
+
+def _segments(trace: Trace, measured_ns: Int64Array) -> tuple[int | None, int]:
+    """Return how many segments there are, None if too many to be told, and how many are without a request."""
+    try:
+        starts = [one.start_ns for one in trace.segments()]
+    except UserError:
+        return None, 0
+    return len(starts), len(starts) - np.unique(np.searchsorted(starts, measured_ns, side="right")).size
 
 
 def _phases(trace: Trace) -> tuple[PhaseSummary, ...]:

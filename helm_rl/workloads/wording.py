@@ -10,6 +10,7 @@ import numpy as np
 
 from helm_rl.workloads.inspect import Distribution, TraceSummary
 from helm_rl.workloads.popularity import LEAST_COUNT, ZipfFit
+from helm_rl.workloads.trace import MOST_SEGMENTS
 
 CURVE_SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Sizes, as shares of the working set, at which a miss-ratio curve is told in numbers."""
@@ -31,8 +32,11 @@ def rows(summary: TraceSummary) -> Iterator[tuple[str, str]]:
     days = f" ({span / 86_400:,.1f} days)" if span >= 2 * 86_400 else ""
     yield "span", f"{span:,.3f} s{days}, from {summary.start_s:,.3f} to {summary.end_s:,.3f}{_origin(summary)}"
     yield "measured from", f"{summary.measure_from_s:,.3f} s: {summary.measured_requests:,} requests"
-    empty = f", {summary.empty_segments:,} of them without a request" if summary.empty_segments else ""
-    yield "segments", f"{summary.segments:,}{empty}: parts that results are told for, cut at phases or after 60 s"
+    if summary.segments is None:
+        yield "segments", f"more than {MOST_SEGMENTS:,}, too many to tell results for (trace convert --start-s --end-s)"
+    else:
+        empty = f", {summary.empty_segments:,} of them without a request" if summary.empty_segments else ""
+        yield "segments", f"{summary.segments:,}{empty}: parts that results are told for, cut at phases or after 60 s"
     yield "requests", f"{summary.requests:,}"
     if summary.rate_mean is None:
         yield "rate", "none: all requests come within a millisecond"

@@ -23,6 +23,7 @@ MAX_NS = 2**62
 _MIN_SPEED, _MAX_SPEED = 1e-6, 1e6
 _MOST_INSTANTS = 1 << 22  # among which a step is looked for
 _MOST_CANDIDATES = 1 << 14
+_LEAST_INSTANTS = 3  # that tell a step
 _COARSE_NS = 100_000_000  # a clock whose own unit is no finer comes in steps where requests share its instants
 
 
@@ -218,7 +219,7 @@ def step_of(arrival_ns: Int64Array, unit_ns: int, count: int | None = None) -> i
     count: of the requests, where arrival_ns are only their instants.
     """
     instants = arrival_ns[np.flatnonzero(np.diff(arrival_ns, prepend=arrival_ns[:1] - 1))]
-    if instants.size < 10 or (arrival_ns.size if count is None else count) < 2 * instants.size:
+    if instants.size < _LEAST_INSTANTS or (arrival_ns.size if count is None else count) < 2 * instants.size:
         return 0
     pauses = np.diff(instants)
     step = int(np.median(pauses))

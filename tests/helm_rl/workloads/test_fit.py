@@ -59,7 +59,7 @@ def test_a_load_of_visitors_is_found_again() -> None:
         "history_p50": 0.08,
         "history_log_sd": 0.06,
         "new_tokens_mean": 0.05,
-        "dispersion_1_s": 0.15,
+        "dispersion_1_s": 0.3,
         "dispersion_10_s": 0.3,
         "users": 0.08,
     }
@@ -152,6 +152,29 @@ def test_the_file_is_the_scenario(saved: Path, tmp_path: Path, capsys: pytest.Ca
         assert getattr(written.load, name) == pytest.approx(getattr(expected.load, name), rel=1e-5), name
     assert written.load.rate == pytest.approx(15, rel=0.1)
     assert cli.main(["trace", "generate", str(output), "--output", str(tmp_path / "t.parquet")]) == 0
+
+
+def test_the_file_is_the_scenario_that_was_compared_to_the_last_digit(saved: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(95_500, 98_766, 400)
+    lengths[0] = 98_765  # .95 of it, to 6 digits, is more than .95 of it
+    times = np.cumsum(rng.exponential(0.2, 400)).tolist()
+    long = fit(trace_of(times, list(range(400)), [[]] * 400, lengths.tolist()), "long")
+    assert long.scenario.load.history_mean > 93_000
+    for found in (fitted(saved), long):
+        (tmp_path / "x.toml").write_text(toml(found, "x.parquet"))
+        assert load_scenario(tmp_path / "x.toml") == found.scenario
+
+
+def test_logs_of_many_years_are_fitted(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    times = np.sort(rng.uniform(0, 11 * 365 * 86_400, 400)).tolist()
+    found = fit(trace_of(times, rng.integers(0, 60, 400).tolist(), [[1]] * 400, [5] * 400), "years")
+    (tmp_path / "x.toml").write_text(toml(found, "years.parquet"))
+    generated = generate(load_scenario(tmp_path / "x.toml"))
+    assert len(generated) == pytest.approx(400, rel=0.3)
+    assert generated.end_ns - generated.meta.phases[0].start_ns == pytest.approx(times[-1] * 1e9, rel=0.01)
+    assert found.measured.history_log_sd == 0.0
 
 
 def test_names_that_toml_must_escape(saved: Path, tmp_path: Path) -> None:

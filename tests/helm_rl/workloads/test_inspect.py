@@ -186,6 +186,22 @@ def test_rare_requests_and_origins_are_told_in_digits() -> None:
     assert dict(rows(replace(found, origin_ns=82 * SECOND)))["span"].endswith("0 is 82 s on the source's clock")
 
 
+def test_a_trace_of_more_segments_than_results_can_be_told_for_is_inspected_all_the_same() -> None:
+    found = summarise(trace_of([0, 70 * 86_400], [0, 0], [[1], [1]], [1, 2]))
+    assert (found.segments, found.empty_segments, found.requests) == (None, 0, 2)
+    assert dict(rows(found))["segments"].startswith("more than 100,000, too many")
+
+
+def test_requests_at_the_last_tick_of_a_coarse_clock_came_until_the_next() -> None:
+    times = [float(second) for second in range(4) for _ in range(25)]
+    found = summarise(trace_of(times, list(range(100)), [[1]] * 100, [1] * 100))
+    assert (found.clock_step_s, found.rate_mean) == (1.0, 25.0)
+    days = [86_400.0 * day for day in range(3) for _ in range(10)]
+    found = summarise(trace_of(days, list(range(30)), [[1]] * 30, [1] * 30))
+    assert (found.clock_step_s, found.dispersion) == (86_400.0, {})
+    assert found.rate_mean == pytest.approx(10 / 86_400)
+
+
 def test_dispersion_is_the_variance_over_the_mean() -> None:
     trace = trace_of([*range(20), 20.5], [0] * 21, [[0]] * 21, [1] * 21)
     assert dispersion(trace, (1.0,)) == {"1": pytest.approx(0, abs=1e-12)}

@@ -188,7 +188,7 @@ def write_joined(
         write_trace(paths, format, options, arrivals)
         write_trace(with_log, None, with_options, contents)
         with atomic_file(output) as aside:
-            return join(arrivals, contents, aside, options.warm_s)
+            return join(arrivals, contents, aside, options.warm_s, options.strict)
 
 
 @contextmanager

@@ -192,6 +192,7 @@ class _Conversion:
                 f"times span from {runs.first_ns} to {runs.last_ns} ns, more than a trace can hold (146 years)"
             )
         self.kept_rows = runs.rows
+        self.raised = 0  # requests with more items than the log says that their history has
         self.own_users = mapping.user == FRESH or (mapping.user != ITEM and not books.user.count)
         """Whether every request has a user of its own; BurstGPT v1 lacks a column that v2 has."""
 
@@ -371,6 +372,7 @@ class _Conversion:
                 new = histories.after_blocks(user, part.tokens, part.offsets, part.items).astype(np.int64)
             elif part.tokens is not None:
                 history = np.maximum(part.tokens.astype(np.int64), new)
+                self.raised += int(np.count_nonzero(history > part.tokens))
             elif self.own_users:
                 history = new
             else:
@@ -429,10 +431,18 @@ class _Conversion:
             )
         if mapping.tokens:
             steps.append(f"history_tokens = {mapping.tokens}")
+            if grouper.tokens_mixed:
+                steps.append(f"requests whose rows differ in {mapping.tokens}, the most taken: {grouper.tokens_mixed}")
+            if self.raised:
+                steps.append(f"{mapping.tokens} below the items of the request, raised to them: {self.raised}")
         else:
             steps.append("history_tokens = the user's items so far, those of the request included")
-        if facts.repeated_lines:
-            steps.append(f"lines that repeat an earlier one exactly, kept as requests: {facts.repeated_lines}")
+        if grouper.tenants_mixed:
+            steps.append(
+                f"requests whose rows differ in {mapping.tenant}, that of the first taken: {grouper.tenants_mixed}"
+            )
+        if facts.repeated_lines and not grouper.drops_repeats:
+            steps.append(f"lines that repeat an earlier one exactly, kept as {noun}: {facts.repeated_lines}")
         if facts.unit:
             steps.append(f"{mapping.time} read as {facts.unit}, told by the size of its values")
         if facts.zoneless:

@@ -15,7 +15,7 @@ Int64Array = npt.NDArray[np.int64]
 MOST_CELLS = 4096  # in a row
 
 # State of a row.
-SOUND, COLUMNS, OPEN_QUOTE, INNER_QUOTE = 0, 1, 2, 3
+SOUND, COLUMNS, OPEN_QUOTE, INNER_QUOTE, HEADER = 0, 1, 2, 3, 4
 # State of a cell.
 EMPTY, NOT_NUMBER, RANGE = 1, 2, 3
 
@@ -239,11 +239,11 @@ def _opens(data: Bytes, start: int, i: int) -> bool:
     return blank
 
 
-_MISSING = np.frombuffer(b"NA\0\0NULLnullNaN\0nan\0None\\N\0\0", dtype=np.uint8).copy().reshape(-1, 4)
+_MISSING = np.frombuffer(b"-\0\0\0NA\0\0NULLnullNaN\0nan\0None\\N\0\0", dtype=np.uint8).copy().reshape(-1, 4)
 
 
 def mark_missing(data: Bytes, start: npt.NDArray[np.int32], end: npt.NDArray[np.int32], state: Bytes) -> None:
-    """Set the state of cells that spell out that there is no value (NA, NULL, None, NaN, \\N) to EMPTY."""
+    """Set the state of cells that spell out that there is no value (-, NA, NULL, None, NaN, \\N) to EMPTY."""
     _mark_missing(data, start, end, _MISSING, state)
 
 
@@ -251,7 +251,7 @@ def mark_missing(data: Bytes, start: npt.NDArray[np.int32], end: npt.NDArray[np.
 def _mark_missing(data: Bytes, start: Any, end: Any, words: Bytes, state: Bytes) -> None:
     for row in range(start.size):
         size = end[row] - start[row]
-        if size < 2 or size > 4:
+        if size < 1 or size > 4:
             continue
         for k in range(words.shape[0]):
             same = True
@@ -338,10 +338,11 @@ def parse_decimal_time(
 ) -> tuple[int, int]:
     """Read times written as decimal numbers of 10^power ns; `out` is in ns, exact to half of one.
 
-    Returns how many are written with an exponent, and the largest number of decimals seen.
+    Returns how many are written with an exponent, and the largest number of decimals seen, below 0 where an exponent
+    hides digits before the point (-9 at least).
     """
     exponents = 0
-    most_decimals = 0
+    most_decimals = -9
     for row in range(start.size):
         i = int(start[row])
         stop = int(end[row])
@@ -423,7 +424,7 @@ def parse_decimal_time(
             state[row] = RANGE
             continue
         state[row] = 0
-        most_decimals = max(most_decimals, decimals)
+        most_decimals = max(most_decimals, decimals - exponent)
         out[row] = -np.int64(value) if negative else np.int64(value)
     return exponents, most_decimals
 

@@ -96,8 +96,7 @@ def _table(path: Path, lines: list[str]) -> str:
             continue
         if preset.header:
             names = headers[mapping.separator]
-            commented = bool(mapping.comment) and first.startswith(mapping.comment)
-            if bool(mapping.comment) == commented and _fits(preset, names):
+            if (mapping.comment or not first.startswith("#")) and _fits(preset, names):
                 found.append(name)
         elif preset.row is not None:
             fitting = sum(bool(preset.row.fullmatch(line)) for line in lines)

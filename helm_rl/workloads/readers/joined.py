@@ -31,15 +31,22 @@ class _Stream:
         return len(self.part) - self.at
 
 
-def join(arrivals: Path, contents: Path, target: Path, warm_s: float | None) -> tuple[TraceMeta, int]:
+def join(arrivals: Path, contents: Path, target: Path, warm_s: float | None, strict: bool) -> tuple[TraceMeta, int]:
     """Write to `target` the k-th request of `contents` at the k-th arrival of `arrivals`, while both last.
 
+    strict: both must last equally long.
+
     Memory: the dictionaries of `contents`, and a row group of each. Returns the meta data and how many requests. Raises
-    UserError as Trace.slices does, and if warm_s leaves nothing to measure.
+    UserError as Trace.slices does, if warm_s leaves nothing to measure, and where a strict join would leave some out.
     """
     when, who = _Stream(Trace.slices(arrivals, ROW_GROUP)), _Stream(Trace.slices(contents, ROW_GROUP))
     first, second = Trace.read_meta(arrivals), Trace.read_meta(contents)
     total = min(first[1], second[1])
+    if strict and first[1] != second[1]:
+        longer, what = (first, "arrivals") if first[1] > second[1] else (second, "requests")
+        raise UserError(
+            f"{longer[0].name} has {longer[1] - total} {what} beyond the end of the other log, which has {total}"
+        )
     count = latest_ns = 0
     with TraceWriter(target, Trace.read_tables(contents)) as writer:
         while (n := min(when.ready(), who.ready())) > 0:

@@ -91,7 +91,6 @@ class _Batch:
         self._texts: dict[str, list[str]] = {part: [] for part in self._paths if part != "item"}
         self._items: list[Any] = []
         self._lengths: list[int] = []
-        self._ragged: bool | None = None if not mapping.blocks else True
         self._seen: set[int] = set()
         self._roots: dict[Any, Any] = {}
         self._kinds: dict[str, set[type]] = {"user": set(), "item": set(), "tenant": set(), "request": set()}
@@ -166,7 +165,7 @@ class _Batch:
         self._items.extend(items)
         self._lengths.append(len(items))
         self.place.append(line)
-        if mapping.repeats_kept and len(self._seen) < _MOST_REPEATS:
+        if (mapping.repeats_kept or type(found.get("item")) is list) and len(self._seen) < _MOST_REPEATS:
             mark = hash(raw.strip())
             self.facts.repeated_lines += mark in self._seen
             self._seen.add(mark)

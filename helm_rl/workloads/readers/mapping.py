@@ -39,7 +39,7 @@ class Mapping:
     separator: str = ""  # of a CSV file; "": told by its first line
     header: bool = True
     columns: int = 0  # of a file without a header
-    comment: str = ""  # what the header's line starts with
+    comment: str = ""  # what the header's line may start with
     quoted: bool = True
     greedy: str = ""  # the column whose cells may hold separators
     time: str = ""

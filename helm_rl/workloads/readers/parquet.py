@@ -51,6 +51,7 @@ def read_parquet(
         if there.count(name) > 1:
             raise UserError(f"{path}: column {name} is there {there.count(name)} times; rename all but one")
     columns.see_unit("")
+    columns.floats = False
     if "time" not in wanted and not arrivals:
         raise UserError(f"{path}: a log without times needs --arrivals RATE")
     size = path.stat().st_size
@@ -86,6 +87,7 @@ def read_parquet(
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged: {first_line(error)}") from None
     columns.see_unit("")
+    columns.floats = False
     columns.drops.check_file(path, rows, bad, "has no row in it")
 
 
@@ -164,6 +166,7 @@ def _float_texts(name: str, column: Any, part: str, columns: Columns) -> Any:
     narrow = column.type != pa.float64()
     column = column.cast(pa.float64())
     if part == "time":
+        columns.floats = True  # an exponent in the text of one means nothing
         if narrow:
             columns.facts.note(f"{name} is kept as float32, 7 digits of each time: requests may fall together")
         return column
@@ -202,5 +205,7 @@ def _lists(path: Path, name: str, column: Any, columns: Columns) -> tuple[Any, A
         return book.add_numbers(np.ascontiguousarray(values).view(np.uint64), low, large), lengths
     if pa.types.is_string(flat.type) or pa.types.is_large_string(flat.type):
         cells = _cells_of(path, name, flat, "item", columns)
+        if (cells.start == cells.end).any():
+            raise UserError(f"{path}: column {name} has an empty text among its ids")
         return book.add_texts(cells.data, cells.start, cells.end), lengths
     raise UserError(f"{path}: column {name} holds lists of {flat.type}, not of ids")

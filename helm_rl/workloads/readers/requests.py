@@ -45,17 +45,18 @@ class Grouper:
         """by_user: rows of equal time are put in order of the user; else they stay in the log's order."""
         self._mode = mode
         self._session_ns = session_ns
-        self._drop_repeats = drop_repeats
+        self.drops_repeats = drop_repeats
         self._by_user = by_user
         self.repeats = 0
         self.first_repeat: tuple[int, int, int] | None = None  # time, user, item
+        self.tenants_mixed = self.tokens_mixed = 0  # requests whose rows differ in them
         self._open: Rows | None = None
 
     def requests(self, pieces: Iterator[Rows]) -> Iterator[Requests]:
         """Yield the requests of all pieces."""
         for piece in pieces:
             rows = self._ordered(piece)
-            if self._drop_repeats:
+            if self.drops_repeats:
                 rows = self._without_repeats(rows)
             found = self._sessions(rows, False) if self._mode == "session-gap" else self._groups(rows)
             found.rows = piece.time_ns.size
@@ -110,14 +111,14 @@ class Grouper:
                 offsets = np.arange(n + 1, dtype=np.int64)
             else:
                 offsets = np.concatenate([[0], np.cumsum(rows.lengths, dtype=np.int64)])
-            return _requests(rows, slice(None), offsets)
+            return self._made(rows, None, offsets)
         first = np.flatnonzero(self._opens(rows))
         offsets = np.append(first, n).astype(np.int64)
         if rows.item is None:
             offsets = np.zeros(first.size + 1, dtype=np.int64)
         elif rows.lengths is not None:
             offsets = np.concatenate([[0], np.cumsum(rows.lengths, dtype=np.int64)])[offsets]
-        return _requests(rows, first, offsets)
+        return self._made(rows, first, offsets)
 
     def _sessions(self, rows: Rows | None, last: bool) -> Requests:
         """Return the sessions that no later row can belong to; a request comes at its session's last row."""
@@ -149,11 +150,40 @@ class Grouper:
         offsets = np.concatenate([[0], np.cumsum(taken)]).astype(np.int64)
         index = np.arange(offsets[-1]) + np.repeat(first[sessions] - offsets[:-1], taken)
         whole = reordered(rows, index)
-        found = _requests(whole, offsets[:-1], offsets)
+        found = self._made(whole, offsets[:-1], offsets)
         found.time_ns = end_ns[sessions]
         if whole.lengths is not None:
             found.offsets = np.concatenate([[0], np.cumsum(whole.lengths, dtype=np.int64)])[offsets]
         return found
+
+    def _made(self, rows: Rows, first: Int64Array | None, offsets: Int64Array) -> Requests:
+        """Return requests of consecutive rows, each from `first` (n,) on, with items [offsets[i], offsets[i + 1]).
+
+        first: None: each row is one.
+
+        A request is its first row's tenant's; its history is the longest that one of its rows tells.
+        """
+        tenant, tokens = rows.tenant, rows.tokens
+        if first is not None and first.size:
+            if tenant is not None:
+                self.tenants_mixed += _count_mixed(tenant, first)
+            if tokens is not None:
+                self.tokens_mixed += _count_mixed(tokens, first)
+                tokens = np.maximum.reduceat(tokens, first)
+        places = slice(None) if first is None else first
+        return Requests(
+            time_ns=rows.time_ns[places],
+            user=None if rows.user is None else rows.user[places].astype(np.int64),
+            tenant=None if tenant is None else tenant[places],
+            tokens=tokens,
+            offsets=offsets,
+            items=np.zeros(0, dtype=np.int64) if rows.item is None else rows.item.astype(np.int64),
+        )
+
+
+def _count_mixed(column: Int32Array, first: Int64Array) -> int:
+    """Return of how many stretches of a column, each from `first` on, the values differ."""
+    return int(np.count_nonzero(np.maximum.reduceat(column, first) != np.minimum.reduceat(column, first)))
 
 
 def _chained(before: Rows | None, rows: Rows | None) -> Rows:
@@ -164,17 +194,6 @@ def _chained(before: Rows | None, rows: Rows | None) -> Rows:
     names = ("time_ns", "user", "item", "lengths", "tenant", "tokens", "request")
     both = {name: (getattr(before, name), getattr(rows, name)) for name in names}
     return Rows(**{name: np.concatenate(pair) for name, pair in both.items() if pair[0] is not None})
-
-
-def _requests(rows: Rows, first: Any, offsets: Int64Array) -> Requests:
-    return Requests(
-        time_ns=rows.time_ns[first],
-        user=None if rows.user is None else rows.user[first].astype(np.int64),
-        tenant=None if rows.tenant is None else rows.tenant[first],
-        tokens=None if rows.tokens is None else rows.tokens[first],
-        offsets=offsets,
-        items=np.zeros(0, dtype=np.int64) if rows.item is None else rows.item.astype(np.int64),
-    )
 
 
 @kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Columns:
         self.guessed = guessed
         self._unit: str = "" if mapping.unit == "auto" else mapping.unit
         self._given = ""  # the unit that the file at hand states itself
+        self.floats = False  # times of the file at hand are floats, of which the text has all digits
         self._unix = mapping.unix
         self._sound_before = False  # times of an earlier piece bore the unit out
         self._number = 0  # rows so far, the time where there is none
@@ -108,7 +110,7 @@ class Columns:
                         found[outside & (found == 0)] = delimited.RANGE
                     elif outside.any():
                         plain[part] = (1, 1, 1)
-                if part == "user" and self._kind(part) == "auto" and not mapping.fresh_if_empty:
+                if part in ("user", "item") and self._kind(part) == "auto" and not mapping.fresh_if_empty:
                     delimited.mark_missing(column.data, column.start, column.end, found)
                 if self._kind(part) == "auto":
                     odd = bool(plain[part][2]) or bool((found > delimited.EMPTY).any())
@@ -212,7 +214,7 @@ class Columns:
             exponents, decimals = delimited.parse_decimal_time(
                 cells.data, cells.start, cells.end, power, time_ns, found
             )
-            self.facts.exponents += exponents
+            self.facts.exponents += 0 if self.floats else exponents
         self.facts.saw_step(10 ** max(0, power - decimals))
         if unit != "iso" and not self._given and (found == 0).any():
             if told and self.mapping.unit == "auto":  # times that count from 1970 go on doing so
@@ -356,11 +358,12 @@ def read_csv(
         if line > 1:
             columns.drops.add("blank lines", path, 1, ": a blank line", line - 1)
         layout = _Layout(path, mapping, chunk, arrivals, line)
+        header = b""
         if mapping.header:
             cut = chunk.find(b"\n") + 1 or len(chunk)
-            chunk = chunk[cut:]
+            header, chunk = chunk[:cut].rstrip(b"\r\n"), chunk[cut:]
             line += 1
-        cutter = _Cutter(layout)
+        cutter = _Cutter(layout, header)
         rows = bad = 0
         while True:
             _check_text(path, chunk, line)
@@ -456,8 +459,10 @@ class _Layout:
 class _Cutter:
     """Cuts chunks of one file into rows, in arrays that are used again."""
 
-    def __init__(self, layout: _Layout) -> None:
+    def __init__(self, layout: _Layout, header: bytes) -> None:
+        """header: the line that files joined without a thought have again where the next one begins; b"": none."""
         self.layout = layout
+        self._header = header
         self.line = 0  # of the next chunk
         self.blanks = np.zeros(2, dtype=np.int64)
         self._opened = np.zeros(2, dtype=np.int64)
@@ -477,6 +482,7 @@ class _Cutter:
         layout = self.layout
         quoted = layout.mapping.quoted and (b'"' in chunk or self._opened[0] > 0)
         begin = 0
+        headers = line + np.array(_lines_that_are(chunk, self._header), dtype=np.int64)
         while begin < data.size:
             blanks_before = int(self.blanks.sum())
             n, lines, begin = delimited.split_rows(
@@ -502,6 +508,8 @@ class _Cutter:
                 self.first_blank = next(k for k in range(line, line + lines) if k not in seen)
             line += lines
             state = self._state[:n]
+            if headers.size:
+                state[np.isin(place, headers)] = delimited.HEADER
             faults: dict[int, tuple[str, str]] = {}
             if state.any():
                 faults = self._faults(path, chunk, state, place, begin == data.size, columns)
@@ -518,6 +526,7 @@ class _Cutter:
         found = {
             delimited.OPEN_QUOTE: ("a quoted cell that does not end on its line",) * 2,
             delimited.INNER_QUOTE: ("a quote within a quoted cell",) * 2,
+            delimited.HEADER: ("the header again",) * 2,
         }
         faults = {code: (cause, f": {said}") for code, (cause, said) in found.items()}
         wrong = np.flatnonzero(state == delimited.COLUMNS)
@@ -547,6 +556,20 @@ def _check_text(path: Path, chunk: bytes, line: int) -> None:
             bad = error.start if zero < 0 else min(zero, error.start)
     if bad >= 0:
         raise UserError(f"{path}, line {line + chunk.count(10, 0, bad)}: not UTF-8 text")
+
+
+def _lines_that_are(chunk: bytes, text: bytes) -> list[int]:
+    """Return the lines of a chunk, counted from 0, that are this text, after a byte order mark or not."""
+    if not text or text not in chunk:
+        return []
+    bounded = b"\n" + chunk + b"\n"
+    places = []
+    for start, end in itertools.product((b"\n", b"\n\xef\xbb\xbf"), (b"\n", b"\r\n")):
+        line, at = start + text + end, -1
+        while (at := bounded.find(line, at + 1)) >= 0:
+            places.append(at)
+    places.sort()
+    return np.cumsum([bounded.count(10, low, high) for low, high in itertools.pairwise([0, *places])]).tolist()
 
 
 def cells_of(line: str, separator: str) -> list[str]:

@@ -173,3 +173,15 @@ def test_no_memory_is_told_in_a_sentence(
     monkeypatch.setattr("helm_rl.workloads.convert.write_trace", fail)
     assert run("log.csv", "--output", "t.parquet") == 1
     assert capsys.readouterr().err == "error: not enough memory for this; nothing was written\n"
+
+
+def test_a_strict_join_leaves_nothing_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "azure.csv").write_text(AZURE)
+    log(folder, *GOOD)
+    assert run("azure.csv", "--with", "log.csv", "--output", "t.parquet") == 0
+    left_out = sum(Trace.load("t.parquet").meta.dropped.values())
+    assert left_out > 0
+    capsys.readouterr()
+    assert run("azure.csv", "--with", "log.csv", "--output", "s.parquet", "--strict") == 2
+    assert "beyond the end of the other log" in capsys.readouterr().err
+    assert not (folder / "s.parquet").exists()

@@ -277,3 +277,85 @@ def test_rows_of_content_blocks_are_not_joined(tmp_path: Path) -> None:
     assert np.diff(trace.item_offsets).tolist() == [2, 2, 2]
     with pytest.raises(UserError, match="requests = session-gap joins rows"):
         read(path, PLAIN + ",tokens=n,blocks=16", requests="session-gap")
+
+
+MIXED = "t,u,i,n,c\n" + "1,a,5,3,x\n1,a,6,9,y\n1,a,7,1,x\n" + "2,b,6,1,z\n2,b,7,1,z\n"
+
+
+@pytest.mark.parametrize("requests", ["same-time", "session-gap"])
+def test_a_request_of_rows_that_differ_has_the_longest_history_and_says_so(tmp_path: Path, requests: str) -> None:
+    (tmp_path / "log.csv").write_text(MIXED)
+    trace = read(tmp_path / "log.csv", PLAIN + ",tokens=n,tenant=c", requests=requests)
+    assert trace.history_tokens.tolist() == [9, 2]
+    assert trace.tenant.tolist() == [0, 2]
+    assert {
+        "requests whose rows differ in n, the most taken: 1",
+        "n below the items of the request, raised to them: 1",
+        "requests whose rows differ in c, that of the first taken: 1",
+    } <= set(trace.meta.steps)
+    alike = read(tmp_path / "log.csv", PLAIN + ",tokens=n,tenant=c", requests="row")
+    assert alike.history_tokens.tolist() == [3, 9, 1, 1, 1]
+    assert not [step for step in alike.meta.steps if "differ" in step or "raised" in step]
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_header_further_down_is_no_row(tmp_path: Path, mark: str, newline: str) -> None:
+    """Files joined by cat; without times, nothing but the line itself tells that it is none."""
+    once = "key,op,size,op_count,key_size\n11,GET,3,1,4\nkey,GET,3,1,4\n"
+    text = (once + mark + once + mark + "key,op,size,op_count,key_size").replace("\n", newline)
+    (tmp_path / "kvcache.csv").write_bytes(text.encode())
+    trace = read_trace(tmp_path / "kvcache.csv", arrivals=5.0)
+    assert isinstance(trace.item_ids, StringIds)
+    assert (len(trace), trace.item_ids.tolist()) == (4, ["11", "key"])
+    assert dropped(trace) == {"the header again": 2}
+    with pytest.raises(UserError, match="line 4: the header again"):
+        read_trace(tmp_path / "kvcache.csv", arrivals=5.0, strict=True)
+
+
+def test_words_for_no_value_are_no_ids_of_items_or_users(tmp_path: Path) -> None:
+    rows = "".join(f"{t},{t},{t + 100}\n" for t in range(20))
+    (tmp_path / "log.csv").write_text("t,u,i\n" + rows + "20,20,NA\n21,21,-\n22,-,122\n23,null,123\n")
+    trace = read(tmp_path / "log.csv")
+    assert dropped(trace) == {"i empty": 2, "u empty": 2}
+    assert trace.item_ids is not None
+    assert trace.item_ids[:].tolist() == list(range(100, 120))
+    kept = read(tmp_path / "log.csv", "time=t:s,user=u:text,item=i:text")
+    assert isinstance(kept.item_ids, StringIds)
+    assert {"NA", "-"} <= set(kept.item_ids.tolist())
+
+
+def test_floats_of_parquet_have_all_their_digits(tmp_path: Path) -> None:
+    times = [1684742123456.0, 1684742123457.0, 1684742123458.0]
+    trace = read(table(tmp_path, {"t": times, "u": [1, 2, 3], "i": [1, 2, 3]}), "time=t:ms,user=u,item=i")
+    assert (trace.arrival_ns + trace.meta.origin_ns).tolist() == [round(time) * 10**6 for time in times]
+    assert not [step for step in trace.meta.steps if "exponent" in step]
+    (tmp_path / "log.csv").write_text("t,u,i\n" + "".join(f"1.684742{k}e+12,{k},1\n" for k in range(3)))
+    assert [step for step in read(tmp_path / "log.csv", "time=t:ms,user=u,item=i").meta.steps if "exponent" in step]
+
+
+def test_an_exponent_tells_how_coarse_a_clock_is(tmp_path: Path) -> None:
+    """Requests at irregular instants of a clock whose last digit is .1 s: two in a row share one."""
+    rng = np.random.default_rng(1)
+    ticks = np.repeat(np.cumsum(rng.integers(1, 9, 60)), 3)
+    (tmp_path / "log.csv").write_text("t,u,i\n" + "".join(f"{t}e2,{k},1\n" for k, t in enumerate(ticks)))
+    trace = read(tmp_path / "log.csv", "time=t:ms,user=u,item=i")
+    assert any(step.startswith("arrivals come in steps of 0.1 s") for step in trace.meta.steps)
+
+
+def test_lists_that_repeat_are_counted_and_have_no_empty_id(tmp_path: Path) -> None:
+    rows = [{"t": 1, "u": "a", "i": [1, 2]}, {"t": 1, "u": "a", "i": [1, 2]}, {"t": 2, "u": "b", "i": [3]}]
+    trace = read(lines(tmp_path, *rows))
+    assert "lines that repeat an earlier one exactly, kept as rows: 1" in trace.meta.steps
+    single = read(lines(tmp_path, *({"t": 1, "u": "a", "i": [1]} for _ in range(2))))
+    assert dropped(single) == {"rows that repeat u, i and t": 1}
+    assert not [step for step in single.meta.steps if "repeat" in step]
+    with pytest.raises(UserError, match="column i has an empty text among its ids"):
+        read(table(tmp_path, {"t": [1, 2], "u": [1, 2], "i": [["a", ""], ["b"]]}))
+
+
+@pytest.mark.parametrize("mark", ["# ", "#", ""])
+def test_a_header_may_lack_its_mark(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "log").write_text(f"{mark}time, object, size, next_access_vtime\n0, 5, 2, 3\n1, 6, 2, -1\n")
+    trace = read_trace(tmp_path / "log")
+    assert (trace.meta.source, len(trace)) == ("libcachesim-csv", 2)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from helm_rl.errors import UserError
+from helm_rl.errors import UserError, printable
 
 PROGRAM = "helm-rl"
 
@@ -266,7 +266,7 @@ def _unknown(arguments: list[str]) -> str:
 
 
 def _fail(message: str, status: int) -> int:
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
     return status
 
 

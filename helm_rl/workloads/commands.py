@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from helm_rl.errors import UserError
+from helm_rl.errors import UserError, printable
 from helm_rl.files import check_outputs, write_text
 from helm_rl.scenario import Load, load_scenario
 from helm_rl.workloads.generate import generate as generate_trace
@@ -137,20 +137,24 @@ def fit(args: FitArgs) -> None:
     write_text(args.output, toml(found, args.file.name))
     Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, emoji=False).print(_laid_out(table(found)))
     for note in found.notes:
-        print(f"  {note}")
-    print(f"{args.output}: scenario {name}; users come as {found.kind}")
+        print(f"  {printable(note)}")
+    print(f"{printable(str(args.output))}: scenario {printable(name)}; users come as {found.kind}")
 
 
 def _tables(summary: TraceSummary) -> Iterator[Table]:
     """Lay out a summary for the terminal: what the trace is and what was done to it, then its tables."""
-    what = Table(title=f"trace {escape(summary.name)}", title_justify="left", show_header=False)
+    what = Table(title=f"trace {_shown(summary.name)}", title_justify="left", show_header=False)
     what.add_column("what", no_wrap=True)
     what.add_column("value", overflow="fold")
     for name, value in (*rows(summary), *history_rows(summary)):
-        what.add_row(name, escape(value))
+        what.add_row(name, _shown(value))
     yield what
     for text in tables(summary):
         yield _laid_out(text)
+
+
+def _shown(text: str) -> str:
+    return escape(printable(text))
 
 
 def _laid_out(text: TextTable) -> Table:
@@ -158,7 +162,7 @@ def _laid_out(text: TextTable) -> Table:
     for index, column in enumerate(text.columns):
         table.add_column(column, justify="right" if index else "left")
     for row in text.rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(_shown, row))
     return table
 
 
@@ -167,7 +171,7 @@ def _save(trace: Trace, path: Path, overwrite: bool) -> None:
         trace.save(path, overwrite)
     seconds = (trace.end_ns - trace.meta.phases[0].start_ns) / 1e9
     print(
-        f"{path}: {len(trace):,} requests in {seconds:,.1f} s, {rate_in_words(len(trace) / seconds)}; "
+        f"{printable(str(path))}: {len(trace):,} requests in {seconds:,.1f} s, {rate_in_words(len(trace) / seconds)}; "
         f"{path.stat().st_size / 2**20:,.1f} MiB"
     )
 
@@ -179,5 +183,5 @@ def _working(what: str) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield lambda _: None
         return
-    with console.status(escape(what)) as status:
-        yield lambda text: status.update(escape(text))
+    with console.status(_shown(what)) as status:
+        yield lambda text: status.update(_shown(text))

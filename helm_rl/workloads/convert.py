@@ -13,12 +13,14 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from helm_rl.errors import UserError
+from helm_rl.errors import UserError, printable
 from helm_rl.files import atomic_file, check_outputs, ended_by_signals
+from helm_rl.workloads.inspect import LEAST_SPAN_NS
 from helm_rl.workloads.readers import ReadOptions, convert_log, parse_mapping
 from helm_rl.workloads.readers.joined import join
 from helm_rl.workloads.readers.mapping import Requests
 from helm_rl.workloads.trace import Ids, TraceMeta, TraceWriter
+from helm_rl.workloads.wording import rate_in_words
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _SAID = tyro.conf.arg(help_behavior_hint="")  # the help's text tells the default better than "None" does
@@ -91,11 +93,8 @@ class ConvertArgs:
 
 def convert(args: ConvertArgs) -> None:
     """Run `helm-rl trace convert`."""
-    try:
-        with ended_by_signals():
-            _convert(args)
-    except UserError as error:
-        raise UserError(printable(str(error))) from None
+    with ended_by_signals():
+        _convert(args)
 
 
 def _convert(args: ConvertArgs) -> None:
@@ -144,19 +143,15 @@ def _convert(args: ConvertArgs) -> None:
         else:
             meta, requests = write_trace(args.input, args.format, options, args.output)
     seconds = (meta.phases[0].end_ns - meta.phases[0].start_ns) / 1e9
+    rate = f", {rate_in_words(requests / seconds)}" if seconds >= LEAST_SPAN_NS / 1e9 else ""
     print(
-        f"{printable(str(args.output))}: {requests:,} requests in {seconds:,.1f} s, {requests / seconds:,.2f}/s; "
+        f"{printable(str(args.output))}: {requests:,} requests in {seconds:,.1f} s{rate}; "
         f"{args.output.stat().st_size / 2**20:,.1f} MiB"
     )
     for step in meta.steps:
         print(f"  {printable(step)}")
     for reason, count in meta.dropped.items():
         print(f"  left out, {printable(reason)}: {count}")
-
-
-def printable(text: str) -> str:
-    """Return text with what would move a terminal's cursor, or change its colours, written as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def write_trace(

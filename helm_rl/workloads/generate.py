@@ -19,11 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from helm_rl.errors import UserError
+from helm_rl.memory import free_bytes
 from helm_rl.scenario import LoadPhase, LoadSection, Scenario, scenario_hash
 from helm_rl.workloads.trace import BASE, Trace, TraceMeta, TracePhase
 
 MAX_REQUESTS = 50_000_000
 MAX_ITEMS = 1_000_000_000
+_REQUEST_BYTES, _ITEM_BYTES = 110, 17  # of memory at the peak, as measured
 _FACTOR_WINDOW_S = 300.0
 _PIECE = 1 << 20  # numbers that are drawn at a time
 _TABLE = 2048  # ranks of a Zipf law that are looked up
@@ -96,7 +98,7 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
     what the trace names, and so its statistics and miss-ratio curves, but no latency of a simulated node: it draws the
     rows that it reads from the law (content "law"), whatever items the trace names.
 
-    Raises UserError if the trace would be too large for memory or has no request.
+    Raises UserError if the trace would be too large for the memory that is free, or has no request.
     """
     seed = scenario.seed if seed is None else seed
     if not 0 <= seed < 2**63:
@@ -112,6 +114,12 @@ def generate(scenario: Scenario, seed: int | None = None) -> Trace:
         raise UserError(
             f"scenario {scenario.name} asks for {expected:.3g} requests of {load.new_tokens_mean:g} items; "
             f"a trace holds at most {MAX_REQUESTS:.0e} requests and {MAX_ITEMS:.0e} items: lower seconds or the rates"
+        )
+    needed, free = expected * (_REQUEST_BYTES + load.new_tokens_mean * _ITEM_BYTES), free_bytes()
+    if needed > free:
+        raise UserError(
+            f"scenario {scenario.name} asks for {expected:.3g} requests of {load.new_tokens_mean:g} items, which take "
+            f"{needed / 2**30:.1f} GiB of memory to draw; {free / 2**30:.1f} GiB are free: lower seconds or the rates"
         )
 
     phases = _phases(scenario, rates)

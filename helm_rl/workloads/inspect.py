@@ -28,7 +28,7 @@ DISPERSION_WINDOWS_S = (0.1, 1.0, 10.0, 60.0, 600.0, 3600.0)
 _LEAST_WINDOWS = 10
 _LEAST_PAUSES = 2  # by which a clock's step is told
 _MOST_WINDOWS = 120  # that a trace is cut into for what changes over time
-_LEAST_SPAN_NS = 1_000_000  # of which a rate is told
+LEAST_SPAN_NS = 1_000_000  # of which a rate is told
 _POINTS = 80  # of a curve that is drawn
 
 
@@ -194,7 +194,7 @@ def summarise(trace: Trace, doing: Callable[[str], None] = lambda _: None) -> Tr
         measure_from_s=meta.measure_from_ns / 1e9,
         requests=len(trace),
         measured_requests=int(np.count_nonzero(measured)),
-        rate_mean=len(trace) / (span_ns / 1e9) if span_ns >= _LEAST_SPAN_NS else None,
+        rate_mean=len(trace) / (span_ns / 1e9) if span_ns >= LEAST_SPAN_NS else None,
         clock_step_s=step_s,
         rate_peak_1s=_peak(arrival_ns, 1_000_000_000),
         rate_peak_10s=_peak(arrival_ns, 10_000_000_000) / 10,

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from helm_rl.errors import UserError
 from helm_rl.files import atomic_file, refuse_existing
+from helm_rl.memory import free_bytes
 
 FORMAT_VERSION = 1
 ROW_GROUP = 65_536  # requests
@@ -762,11 +762,11 @@ class _TraceFile:
         parts = self.file.metadata
         asked = sum(max(0, parts.row_group(i).total_byte_size) for i in range(parts.num_row_groups))
         asked = max(asked, parts.num_rows * 40)  # on disk columns may be encoded away; in memory they are not
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if asked > memory:
+        free = free_bytes()
+        if 2 * asked > free:  # its parts, and the whole that is made of them
             raise UserError(
-                f"{self.path} declares {parts.num_rows} requests in {asked / 2**30:.1f} GiB, and this machine "
-                f"has {memory / 2**30:.1f} GiB of memory; make a shorter trace"
+                f"{self.path} declares {parts.num_rows} requests in {asked / 2**30:.1f} GiB, of which reading takes "
+                f"twice as much, and {free / 2**30:.1f} GiB of memory are free; make a shorter trace"
             )
 
     def batches(self, rows: int) -> Iterator[Trace]:

@@ -53,6 +53,37 @@ def test_generate_writes_the_trace_of_the_scenario(folder: Path, capsys: pytest.
     assert said.startswith(f"burst.parquet: {len(trace):,} requests in 660.0 s")
 
 
+def test_what_does_not_fit_into_free_memory_is_not_begun(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("trace generate tiny.toml --output t.parquet") == 0
+    capsys.readouterr()
+    monkeypatch.setattr(sys.modules["helm_rl.workloads.generate"], "free_bytes", lambda: 100_000)
+    said = refused("trace generate tiny.toml --output u.parquet", capsys)
+    assert "0.0 GiB are free: lower seconds or the rates" in said
+    monkeypatch.setattr("helm_rl.workloads.trace.free_bytes", lambda: 100_000)
+    assert "0.0 GiB of memory are free; make a shorter trace" in refused("trace inspect t.parquet", capsys)
+
+
+def test_what_a_log_says_never_moves_the_cursor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"{t}.25,{t % 9},{t % 7},\x1b[31mred\x1b]0;title\x07\n" for t in range(300))
+    (folder / "a\x1b[2J.csv").write_text("t,u,i,c\n" + rows)
+    name = "a\x1b[2J"
+    mapping = ["--map", "time=t:s,user=u,item=i,tenant=c"]
+    for arguments in (
+        ["convert", f"{name}.csv", *mapping, "--output", f"{name}.parquet"],
+        ["inspect", f"{name}.parquet"],
+        ["fit", f"{name}.parquet", "--output", f"{name}.toml"],
+        ["generate", f"{name}.toml", "--output", f"{name}2.parquet"],
+    ):
+        assert cli.main(["trace", *arguments]) == 0
+        said = capsys.readouterr().out
+        assert "\\x1b[2J" in said
+        assert not {"\x1b", "\x07"} & set(said)
+    assert cli.main(["trace", "inspect", f"{name}.csv"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
 def test_generate_takes_files_and_seeds(folder: Path) -> None:
     for seed in ("1", "2"):
         assert run(f"trace generate tiny.toml --output {seed}.parquet --seed {seed}") == 0

@@ -336,7 +336,7 @@ def test_flips_in_the_columns_are_caught_by_their_checksums(tmp_path: Path) -> N
 
 def test_a_file_that_declares_more_than_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path)
-    monkeypatch.setattr("os.sysconf", lambda name: 10)
+    monkeypatch.setattr("helm_rl.workloads.trace.free_bytes", lambda: 100)
     with pytest.raises(UserError, match="declares 5 requests"):
         Trace.load(tmp_path / "good.parquet")
 

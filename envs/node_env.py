@@ -31,8 +31,8 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
     `control.rate_per_s`. The target stays within [alpha_min, alpha_max]; alpha follows it within the migration budget.
 
     ## Reward
-    -(mean ln(latency / SLO) + tail_weight * mean clip(latency / SLO - 1, 0, 10)) * interval_s - move_cost * |alpha
-    moved| over the interval, minus (with `paired`) the same of a static .5 on the same arrivals.
+    -mean((latency / SLO)^4) * interval_s - move_cost * |alpha moved| over the interval (less in overload: see
+    `envs.training_traces.reward`), minus (with `paired`) the same of a static .5 on the same arrivals.
 
     ## Start
     A trace of the set and an instant in it, drawn by the reset's seed; alpha drawn uniformly from its range and kept

@@ -101,16 +101,14 @@ def is_cluster(scenario: Scenario) -> bool:
 
 
 def reward(window: WindowStats, scenario: Scenario, moved: float) -> float:
-    """Return -(mean ln(latency / SLO) + tail_weight * mean clip(latency / SLO - 1, 0, 10)) * interval_s
-    - move_cost * moved.
+    """Return -(mean tail cost) * interval_s - move_cost * moved.
 
-    The means are over the requests that completed in the window; with none, they are 0. moved: of alpha. Times the
-    interval, so that a return does not depend on how often decisions fall.
+    The tail cost of a request is (latency / SLO)^4, less than that in overload (`latency.tail_cost`); the mean is over
+    the requests that completed in the window, 0 without any. moved: of alpha. Times the interval, so that a return does
+    not depend on how often decisions fall.
     """
-    weights = scenario.reward
-    served = max(window.completed, 1)
-    latency = window.log_latency_sum / served + weights.tail_weight * window.excess_sum / served
-    return -latency * scenario.control.interval_s - weights.move_cost * abs(moved)
+    cost = window.tail_cost_sum / max(window.completed, 1)
+    return -cost * scenario.control.interval_s - scenario.reward.move_cost * abs(moved)
 
 
 def cluster_reward(window: ClusterWindow, scenario: Scenario, moved: npt.NDArray[np.floating]) -> float:

@@ -50,6 +50,7 @@ COMMANDS: dict[str, Command] = {
         "measuring", "eval.map.command:main", "where adapting the split pays, over models, links and loads"
     ),
     "eval routing": Command("measuring", "eval.routing:main", "routers on a cluster, and bursts under reallocation"),
+    "eval reward": Command("measuring", "eval.reward:main", "how biased and noisy rewards for the training are"),
     "eval telemetry": Command("measuring", "eval.telemetry:main", "what sampled, late or lost telemetry costs in P99"),
     "bench engine": Command(
         "measuring", "eval.bench_engine:main", "the cache engine beside other caches, and its limits"

@@ -30,7 +30,9 @@ class WindowStats:
     rows: float  # embedding rows asked
     rows_hit: float
     log_latency_sum: float  # sum over completed of ln(latency / SLO)
-    excess_sum: float  # sum over completed of clip(latency / SLO - 1, 0, 10)
+    tail_cost_sum: (
+        float  # sum over completed of (latency / SLO)^4, beyond 2 x the SLO 16 (1 + ln of half of that ratio)
+    )
     latency_ms_sum: float
     p99_ms: float  # decayed sketch of at least the last 1,000 requests; NaN before the first request completes
     link_busy_ns: int

@@ -241,9 +241,8 @@ class LoadSection(_Section):
 
 
 class RewardSection(_Section):
-    """Weights of the reward beside the mean log latency."""
+    """What the reward takes beside the tail cost of the latencies."""
 
-    tail_weight: Annotated[Real, Field(ge=0, le=1e6)] = 1.0
     move_cost: Annotated[Real, Field(ge=0, le=1e6)] = 0.01  # per unit of alpha moved
 
 

@@ -519,7 +519,7 @@ class LiveNode:
             rows=float(self._rows_asked),
             rows_hit=float(self._rows_hit),
             log_latency_sum=float(w[latency.LOG_SUM]),
-            excess_sum=float(w[latency.EXCESS_SUM]),
+            tail_cost_sum=float(w[latency.TAIL_SUM]),
             latency_ms_sum=float(w[latency.MS_SUM]),
             p99_ms=float(latency.sketch_p99_ms(self._latency)),
             link_busy_ns=self._link_busy_ns,

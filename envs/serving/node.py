@@ -367,7 +367,7 @@ class NodeSim:
             rows=float(w[loop.ROWS]),
             rows_hit=float(w[loop.ROWS_HIT]),
             log_latency_sum=float(q[latency.LOG_SUM]),
-            excess_sum=float(q[latency.EXCESS_SUM]),
+            tail_cost_sum=float(q[latency.TAIL_SUM]),
             latency_ms_sum=float(q[latency.MS_SUM]),
             p99_ms=float(latency.sketch_p99_ms(queue.measured)),
             link_busy_ns=int(sums[queues.LINK_BUSY]),

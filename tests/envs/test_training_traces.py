@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from envs import training_traces
+from envs.serving.latency import tail_cost
 from envs.serving.replay import replay
 from envs.training_traces import SEEDS_FROM, TrainingTraces, reward
 from helm_rl.control.static import StaticAlpha
@@ -23,20 +25,17 @@ from tests.helm_rl.test_observation import window
 
 
 def test_reward_by_hand() -> None:
-    weights = {"tail_weight": 2.0, "move_cost": 0.5}
-    small = scenario(reward=weights)
-    ratios = np.array([0.2, 0.9, 1.5, 30.0, SHED_FACTOR])
-    served = window(
-        completed=5, log_latency_sum=float(np.log(ratios).sum()), excess_sum=float(np.clip(ratios - 1, 0, 10).sum())
-    )
-    expected = -0.5 * (np.log(ratios).mean() + 2.0 * (0.5 + 10 + 10) / 5)  # an interval of .5 s
+    small = scenario(reward={"move_cost": 0.5})
+    costs = [0.2**4, 0.9**4, 1.5**4, 16 * (1 + math.log(15)), 16 * (1 + math.log(SHED_FACTOR / 2))]
+    served = window(completed=5, tail_cost_sum=sum(tail_cost(ratio) for ratio in (0.2, 0.9, 1.5, 30.0, SHED_FACTOR)))
+    expected = -0.5 * sum(costs) / 5  # an interval of .5 s
     assert reward(served, small, 0.0) == pytest.approx(expected)
     assert reward(served, small, -0.1) == pytest.approx(expected - 0.05)
     assert reward(served, small, 0.1) == pytest.approx(expected - 0.05)
 
 
 def test_a_window_in_which_nothing_ends_earns_nothing() -> None:
-    idle = window(completed=0, log_latency_sum=0.0, excess_sum=0.0)
+    idle = window(completed=0, tail_cost_sum=0.0)
     assert reward(idle, scenario(), 0.0) == 0.0
 
 

@@ -116,6 +116,7 @@ def test_the_commands_of_this_release() -> None:
         "eval p99",
         "eval ratio-gap",
         "eval routing",
+        "eval reward",
         "eval telemetry",
         "eval headroom",
         "eval map",

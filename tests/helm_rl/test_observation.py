@@ -31,7 +31,7 @@ FULL: dict[str, Any] = {
     "rows": 1000.0,
     "rows_hit": 900.0,
     "log_latency_sum": -1.0,
-    "excess_sum": 1.0,
+    "tail_cost_sum": 1.0,
     "latency_ms_sum": 5000.0,
     "p99_ms": 150.0,
     "link_busy_ns": 400_000_000,
@@ -50,7 +50,7 @@ EMPTY: dict[str, Any] = {
     **FULL,
     **dict.fromkeys(("arrivals", "returning", "completed", "slow", "shed"), 0),
     **dict.fromkeys(("history_tokens", "history_tokens_hit", "link_busy_ns", "compute_busy_ns", "queue"), 0),
-    **dict.fromkeys(("rows", "rows_hit", "log_latency_sum", "excess_sum", "latency_ms_sum"), 0.0),
+    **dict.fromkeys(("rows", "rows_hit", "log_latency_sum", "tail_cost_sum", "latency_ms_sum"), 0.0),
 }
 
 

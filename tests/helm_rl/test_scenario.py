@@ -98,7 +98,6 @@ hot_items = 4000
 label = "burst"
 
 [reward]
-tail_weight = 1.0
 move_cost = 0.01
 
 [router]

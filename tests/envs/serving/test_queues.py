@@ -222,7 +222,9 @@ def test_a_full_queue_sheds_and_shed_counts_as_100_slo_in_every_figure() -> None
     assert window[latency.SLOW] == 4
     ratios = took / SLO_MS
     assert window[latency.LOG_SUM] == pytest.approx(np.log(ratios).sum())
-    assert window[latency.EXCESS_SUM] == pytest.approx(0.48 + 3 * latency.EXCESS_CLIP)
+    assert window[latency.TAIL_SUM] == pytest.approx(
+        0.5**4 + 0.99**4 + 1.48**4 + 3 * 16 * (1 + np.log(SHED_FACTOR / 2))
+    )
     assert window[latency.MS_SUM] == pytest.approx(took.sum())
     assert latency.sketch_p99_ms(queue.measured) == pytest.approx(shed_ms, rel=0.011)
     assert p99_ms(took) == shed_ms

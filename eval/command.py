@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,13 +13,19 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.comparison import (
+    DEPLOYABLE,
+    HALF,
+    HINDSIGHT,
+    OPTIMUM,
     POLICY,
+    REFERENCE,
     Comparison,
     Contestant,
     check_draws,
     compare,
+    figure_word,
 )
-from eval.peers import peer_contestants
+from eval.peers import PEERS, peer_contestants
 from eval.reference import EFFORT
 from eval.sweep import STEP, ReplayFunction, alpha_grid, working
 from helm_rl.checkpoint import POLICY_FILE
@@ -29,6 +36,8 @@ from helm_rl.files import check_outputs
 from helm_rl.scenario import Load, Scenario, load_scenario
 from helm_rl.workloads.trace import Trace
 
+RESERVED = {POLICY, HALF, DEPLOYABLE, HINDSIGHT, OPTIMUM, REFERENCE} | PEERS
+"""Names in the figures that no bundle's folder may take."""
 WIDTH = 118
 """Columns of the tables where stdout is no terminal and has no width of its own."""
 
@@ -41,8 +50,9 @@ class EvalArgs:
     """What serves under which load: a shipped scenario (the README lists them) or a TOML file."""
     load: Load = "limit"
     """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
-    policy: Path | None = None
-    """Bundle folder to evaluate, as `helm-rl export` writes it; without it, only the statics and the optimum."""
+    policy: tuple[Path, ...] = ()
+    """Bundle folders to evaluate, as `helm-rl export` writes them; the first is the policy that the headline and the
+    plots are about. Without any, only the statics and the optimum."""
     peers: bool = False
     """Also evaluate the rules that divide memory today: marginal hits, Cliffhanger, miss-ratio curves, KV first, EMB
     first, hill climbing."""
@@ -81,9 +91,9 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
     if args.jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {args.jobs}")
     alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, args.step)
-    inputs = (args.scenario, args.trace, args.policy)
+    inputs = (args.scenario, args.trace, *args.policy)
     check_outputs(args.overwrite, inputs, json=args.json, report=args.report)
-    policies = [policy_contestant(args.policy, scenario)] if args.policy is not None else []
+    policies = policy_contestants(args.policy, scenario)
     if args.peers:
         policies += peer_contestants(scenario)
     trace = Trace.load(args.trace) if args.trace is not None else None
@@ -106,6 +116,18 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
     if args.json is not None:
         write_figures(args.json, comparison.figures())
     return comparison
+
+
+def policy_contestants(paths: Sequence[Path], scenario: Scenario) -> list[Contestant]:
+    """Load bundles; the first is the policy, others are named after their folders. UserError for a name taken twice."""
+    found = [policy_contestant(path, scenario) for path in paths[:1]]
+    for path in paths[1:]:
+        name = path.resolve().name
+        key = figure_word(name)
+        if key in {each.key for each in found} | RESERVED:
+            raise UserError(f"--policy {path}: {key} is the name of another controller here; rename the folder")
+        found.append(replace(policy_contestant(path, scenario), key=key, title=name))
+    return found
 
 
 def policy_contestant(path: Path, scenario: Scenario) -> Contestant:

@@ -21,12 +21,12 @@ class Args(EvalArgs):
     """Measure P99 latency of a policy beside static splits of the memory, on the same arrivals.
 
     Figures (--json): default.<pattern>.single.<controller>.<figure>, where <pattern> is the name of the
-    scenario or of the recorded trace, <controller> is policy, half_static, deployable_static, hindsight_static,
-    segment_optimum, (with --reference full) reference or (with --peers) marginal_hits, cliffhanger,
-    miss_ratio_curves, kv_first, emb_first or hill_climbing, and <figure> is p99_ms, p50_ms, windowed_p99_ms (mean
-    over 10 s windows), slo, throughput, ratio_gap, ratio_gap_transition, flat_gap, flat_gap_transition or
-    regret; and default.<pattern>.{headroom, headroom_error, noise_floor, p99_vs_deployable_static,
-    p99_vs_hindsight_static}.
+    scenario or of the recorded trace, <controller> is policy (the first one; the others have their folders' names),
+    half_static, deployable_static, hindsight_static, segment_optimum, (with --reference full) reference or (with
+    --peers) marginal_hits, cliffhanger, miss_ratio_curves, kv_first, emb_first or hill_climbing, and <figure> is
+    p99_ms, p50_ms, windowed_p99_ms (mean over 10 s windows), slo, throughput, ratio_gap, ratio_gap_transition,
+    flat_gap, flat_gap_transition or regret; and default.<pattern>.{headroom, headroom_error, noise_floor,
+    p99_vs_deployable_static, p99_vs_hindsight_static}.
     """
 
 

@@ -12,6 +12,8 @@ from helm_rl.control.peers.miss_ratio_curve import MissRatioCurves
 from helm_rl.control.protocol import Controller
 from helm_rl.scenario import Scenario
 
+PEERS = {"marginal_hits", "cliffhanger", "miss_ratio_curves", "kv_first", "emb_first", "hill_climbing"}
+"""Their names in the figures."""
 _CLIMBING_S = 10.0  # of requests at the base rate that a hill climber measures before each step
 _LEAST_REQUESTS = 500
 

@@ -74,7 +74,7 @@ def test_p99_prints_the_table_and_writes_figures(
 def test_ratio_gap_lists_every_segment(
     scenario: str, fake: FakeServing, make_bundle: MakeBundle, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ratio_gap.main(ratio_gap.Args(scenario=scenario, policy=make_bundle(), seeds=1))
+    ratio_gap.main(ratio_gap.Args(scenario=scenario, policy=(make_bundle(),), seeds=1))
     out = capsys.readouterr().out
     rows = [line.split("│") for line in out.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in row[1:-1]] for row in rows]
@@ -110,10 +110,23 @@ def test_without_a_policy_the_statics_are_mapped(scenario: str, fake: FakeServin
 def test_a_moving_policy_moves_at_its_rate_from_the_deployable_alpha(
     scenario: str, fake: FakeServing, make_bundle: MakeBundle
 ) -> None:
-    comparison = evaluate(EvalArgs(scenario=scenario, policy=make_bundle(action=-0.5), seeds=1))
+    comparison = evaluate(EvalArgs(scenario=scenario, policy=(make_bundle(action=-0.5),), seeds=1))
     alpha = comparison.results[0].runs["policy"].alpha
     assert alpha[:3] == pytest.approx([0.57, 0.54, 0.51], abs=1e-6)
     assert alpha[-1] == pytest.approx(0.1, abs=1e-6)
+
+
+def test_several_policies_stand_side_by_side(scenario: str, fake: FakeServing, make_bundle: MakeBundle) -> None:
+    first, other = make_bundle("first"), make_bundle("Other one", action=-0.5)
+    comparison = evaluate(EvalArgs(scenario=scenario, policy=(first, other), seeds=1))
+    assert [row.key for row in comparison.rows][:2] == ["policy", "other_one"]
+    assert [row.title for row in comparison.rows][:2] == ["policy", "Other one"]
+    assert comparison.results[0].runs["policy"].alpha.std() == 0
+    assert comparison.results[0].runs["other_one"].alpha[-1] == pytest.approx(0.1, abs=1e-6)
+    assert "default.burst.single.other_one.p99_ms" in comparison.figures()
+    for name in ("Policy", "kv-first", "other  ONE"):
+        with pytest.raises(UserError, match="is the name of another controller here; rename the folder"):
+            evaluate(EvalArgs(scenario=scenario, policy=(first, other, make_bundle(name)), seeds=1))
 
 
 def test_a_trace_file_takes_the_place_of_the_load(scenario: str, fake: FakeServing, tmp_path: Path) -> None:
@@ -137,7 +150,7 @@ def test_a_trace_file_takes_the_place_of_the_load(scenario: str, fake: FakeServi
         ({"jobs": 0}, "--jobs must be at least 1"),
         ({"step": 0.0}, "--step must lie in"),
         ({"scenario": "burts"}, "burts is neither a shipped scenario"),
-        ({"policy": Path("nowhere")}, "nowhere: no such bundle folder"),
+        ({"policy": (Path("nowhere"),)}, "nowhere: no such bundle folder"),
         ({"trace": Path("nowhere.parquet")}, "nowhere.parquet does not exist"),
         ({"json": Path("no/such/folder/x.json")}, "the folder no/such/folder does not exist"),
         ({"json": Path("same"), "report": Path("same")}, "name the same file"),

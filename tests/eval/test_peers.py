@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from envs.serving.replay import replay
-from eval.peers import peer_contestants
+from eval.peers import PEERS, peer_contestants
 from helm_rl.workloads.generate import generate
 from tests.envs.worlds import QUICK, scenario
 
@@ -14,7 +14,8 @@ def test_every_peer_steers_within_its_bounds() -> None:
     world = scenario(**{**QUICK, "control__alpha_min": 0.2, "control__alpha_max": 0.8, "seconds": 8.0})
     load = generate(world, 1)
     peers = peer_contestants(world)
-    assert len({peer.key for peer in peers}) == len(peers) == 6
+    assert {peer.key for peer in peers} == PEERS
+    assert len(peers) == 6
     moved = {}
     for peer in peers:
         run = replay(world, load, peer.make(), alpha0=0.5)

@@ -42,6 +42,7 @@ _MOST_TRIED = 30_000  # requests of a trace generated on the way
 _HISTORIES_TRIED = 10_000  # of those in which histories are looked at, each of whose requests draws more
 _MOST_ITEMS = 5_000_000  # references of a generated trace
 _SHOWN = 3  # traces whose mean statistics are shown
+_MOST_CHANGES = 100_000  # of the rate while a trace lasts, generated on the way
 _ROUNDS = 8
 _AVERAGED = 4
 _Z90 = 1.2815515655446004  # of the normal law
@@ -232,13 +233,15 @@ def _cause(name: str, trace: Trace, found: Fit) -> str:
 
 
 def _check_span_and_users(trace: Trace) -> None:
-    """Raise UserError where there is no rate, or nobody but one."""
+    """Raise UserError where there is no rate, nothing measured, or nobody but one."""
     span_s = (trace.end_ns - trace.meta.phases[0].start_ns) / 1e9
     if len(trace) / span_s > _MOST_RATE:
         raise UserError(
             f"trace {trace.meta.name} has {len(trace)} requests in {span_s:g} s; a scenario's rate is at most "
             f"{_MOST_RATE:.0e}/s, so there is nothing to fit"
         )
+    if trace.meta.measure_from_ns >= trace.end_ns:
+        raise UserError(f"trace {trace.meta.name} is warm-up alone: its measured part begins where it ends")
     if (trace.user == trace.user[0]).all():
         raise UserError(
             f"trace {trace.meta.name} has {len(trace)} requests, all by one user; a fit needs at least 2 users to tell "
@@ -321,9 +324,12 @@ def _content(trace: Trace, measured: Statistics, notes: list[str]) -> dict[str, 
     load["new_tokens_mean"] = appended
     load["history_max"] = max(2, min(1 << 24, limit))
     load["history_mean"] = min(max(1.0, measured.history_mean), 0.95 * load["history_max"])
-    if measured.zipf_exponent is not None and measured.items is not None:
-        load["zipf_items"] = measured.zipf_exponent
-        load["items"] = catalogue(measured.zipf_exponent, trace.item_values.size, measured.items)
+    if limit > load["history_max"]:
+        notes.append(f"histories of up to {limit:,} tokens are generated up to {load['history_max']:,}")
+    if measured.items is not None:
+        exponent = measured.zipf_exponent
+        load["zipf_items"] = LoadSection.model_fields["zipf_items"].default if exponent is None else exponent
+        load["items"] = catalogue(load["zipf_items"], trace.item_values.size, measured.items)
     return load
 
 
@@ -338,11 +344,12 @@ def catalogue(exponent: float, references: int, distinct: int) -> int:
         weight = rank**-exponent
         return float((width * -np.expm1(-references * weight / (width * weight).sum())).sum())
 
-    low, high = math.log(max(2, distinct)), math.log(1e12)
+    low, high = math.log(max(1, distinct)), math.log(1e12)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if named(math.exp(middle)) < distinct else (low, middle)
-    return max(2, round(math.exp(high)))
+    found = round(math.exp(high))  # at least one too many where every item is named
+    return min((max(1, found - 1), found), key=lambda items: abs(named(items) - distinct))
 
 
 class _Tries:
@@ -425,10 +432,11 @@ class _Tries:
         target = np.array(list(self.measured.dispersion.values()))
         self.doing("variation of the rate")
         own = self._dispersion(base, windows)
+        span_s = base.seconds + base.warm_s
         if (target <= 1.05 * own).all():
             return base
         best = min(
-            ((_mismatch(own, target, excess, windows, hold), excess, hold) for hold in _holds(windows)
+            ((_mismatch(own, target, excess, windows, hold), excess, hold) for hold in _holds(windows, span_s)
              for excess in [_excess(own, target, windows, hold)]),
         )  # fmt: skip
         _, excess, hold = best
@@ -596,8 +604,10 @@ def _ratio(above: float, below: float) -> float:
     return min(10.0, max(0.1, above / max(1e-9, below)))
 
 
-def _holds(windows: FloatArray) -> list[float]:
-    return np.geomspace(windows[0] / 4, windows[-1] * 4, 24).tolist()
+def _holds(windows: FloatArray, span_s: float) -> list[float]:
+    """Return times for which a rate may hold: windows tell them apart, and changes can be generated."""
+    least = max(windows[0] / 4, span_s / _MOST_CHANGES)
+    return np.geomspace(least, max(least, windows[-1] * 4), 24).tolist()
 
 
 def _share(windows: FloatArray, hold: float) -> FloatArray:

@@ -177,6 +177,31 @@ def test_logs_of_many_years_are_fitted(tmp_path: Path) -> None:
     assert found.measured.history_log_sd == 0.0
 
 
+def test_a_rate_is_not_varied_faster_than_a_long_trace_can_be_generated() -> None:
+    """Most requests in a millisecond of 11 days: a rate that holds for a moment would change 40 million times."""
+    rng = np.random.default_rng(5)
+    times = np.sort(np.concatenate([rng.random(200) * 1e-3, rng.random(50) * 1e6])).tolist()
+    found = fit(trace_of(times, list(range(250)), [[1]] * 250, [5] * 250), "crowd")
+    assert found.scenario.load.rate_cv > 0
+    assert found.scenario.seconds / found.scenario.load.rate_cv_s < 100_001
+    assert any(note.startswith("dispersion in windows of 0.1 s (-") for note in found.notes)
+
+
+def test_the_number_of_items_is_fitted_where_no_law_is() -> None:
+    rng = np.random.default_rng(6)
+    times = np.cumsum(rng.exponential(1, 400)).tolist()
+    few = fit(trace_of(times, list(range(400)), [[k % 5] for k in range(400)], [5] * 400), "few")
+    assert few.measured.zipf_exponent is None
+    assert few.generated.items == pytest.approx(5, abs=0.1)
+
+
+def test_warm_up_alone_is_no_load() -> None:
+    trace = trace_of(list(range(250)), list(range(250)), [[1]] * 250, [5] * 250)
+    late = replace(trace, meta=trace.meta.model_copy(update={"measure_from_ns": trace.end_ns}))
+    with pytest.raises(UserError, match="is warm-up alone"):
+        fit(late, "late")
+
+
 def test_names_that_toml_must_escape(saved: Path, tmp_path: Path) -> None:
     found = fit(Trace.load(saved), 'a "quoted" \\ name\x07')
     (tmp_path / "x.toml").write_text(toml(found, "a\nname = 3\x00.parquet"))

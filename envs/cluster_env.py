@@ -24,6 +24,7 @@ class HelmClusterEnv(gym.Env[FloatArray, FloatArray]):
 
     ## Observation
     `Box(N, 17)` float32: a row of schema v1 for each node. The row of a node that is down is the last that it had.
+    `burst_score` is 0: no detector looks at the ticks of a cluster's nodes.
 
     ## Action
     `Box(-1, 1, (N,))` float32: for each node the rate at which its target alpha changes, in units of the scenario's

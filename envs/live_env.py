@@ -34,7 +34,8 @@ class HelmLiveEnv(gym.Env[FloatArray, FloatArray]):
     seed gives the same arrivals but never the same figures: the environment is registered as nondeterministic.
 
     ## Observation
-    Schema v1, `Box(17,)` float32 within [-1, 1]: see `helm_rl.observation`.
+    Schema v1, `Box(17,)` float32 within [-1, 1]: see `helm_rl.observation`. `burst_score` is 0: no detector looks at
+    the ticks of the live node.
 
     ## Action
     `Box(-1, 1, (1,))` float32: the rate at which the target alpha changes, in units of the scenario's

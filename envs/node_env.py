@@ -14,6 +14,7 @@ from envs.episode import FloatArray, Observer, check_episode_s, draw_episode, te
 from envs.serving.node import NodeSim
 from envs.training_traces import TrainingTraces, reward
 from helm_rl import observation
+from helm_rl.control.burst import BurstSettings, new_burst_state
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario, load_scenario
 from helm_rl.workloads.trace import Trace
@@ -113,9 +114,10 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
             served=self._traces.served(episode.trace),
         )
         self._start_ns = episode.start_ns
+        self._detector = new_burst_state(BurstSettings())
         self._observer.reset(telemetry_seed(self.scenario, self.np_random))
         for end in warm_up_ends(episode, self._interval_ns):
-            window = self._node.run(end)
+            window = self._node.run(end, self._detector)
             obs = self._observer.see(window)
         return obs, self._info(window)
 
@@ -133,7 +135,7 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
         before = node.alpha
         node.set_target(node.target + min(max(rate, -1.0), 1.0) * control.rate_per_s * control.interval_s)
         self._start_ns += self._interval_ns
-        window = node.run(self._start_ns)
+        window = node.run(self._start_ns, self._detector)
         earned = reward(window, self.scenario, window.alpha - before) - float(self._reference[self._k])
         self._k += 1
         self._steps_left -= 1

@@ -244,7 +244,7 @@ def load_bundle(path: Path) -> Bundle:
     if not path.is_dir():
         raise UserError(f"{path}: no such bundle folder; a bundle is what 'helm-rl export' writes")
     file = path / CONFIG_FILE
-    config = _parse(BundleConfig, file)
+    config = read_document(BundleConfig, file)
     ours = (SCHEMA_VERSION, schema_hash(), tuple(OBSERVATION_NAMES))
     theirs = (config.observation.schema_version, config.observation.schema_hash, config.observation.names)
     if theirs != ours:
@@ -313,7 +313,7 @@ def load_training_state(run: Path) -> tuple[TrainingState, Tensors]:
         raise UserError(f"{run}: no such run folder; a run is what 'helm-rl train base' makes under runs/")
     if not (run / STATE_FILE).is_file():
         raise UserError(f"{run}: not a training run: there is no {STATE_FILE} in it")
-    state = _parse(TrainingState, run / STATE_FILE)
+    state = read_document(TrainingState, run / STATE_FILE)
     return state, read_tensors(run / state.tensors.name, state.tensors.sha256)
 
 
@@ -347,10 +347,10 @@ def read_tensors(file: Path, sha256: str) -> Tensors:
     return tensors
 
 
-_Model = TypeVar("_Model", bound=_Section)
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
-def _parse(model: type[_Model], file: Path) -> _Model:
+def read_document(model: type[_Model], file: Path) -> _Model:
     """Read `file` as JSON of this model; every failure is a UserError that names the file and the field."""
     if not file.is_file():
         raise UserError(f"{file}: no such file; the folder is incomplete")

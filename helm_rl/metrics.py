@@ -48,6 +48,8 @@ class WindowStats:
     kv_margin_ms: float  # the same as KV
     fetched_bytes: float = 0.0  # over link and PCIe while requests waited for them
     refilled_bytes: float = 0.0  # over the link in the background
+    # largest statistic of a burst detector over its threshold, of all ticks; 0 where none looked
+    burst_score: float = 0.0
     # ms saved per request if EMB had k / K of the pool, k = 0..K, and if KV had (ghosts); empty on the live engine
     emb_saved_ms: tuple[float, ...] = ()
     kv_saved_ms: tuple[float, ...] = ()

@@ -15,7 +15,7 @@
 | 12 | queue | requests waiting / bound |
 | 13, 14 | emb_margin, kv_margin | tanh(100 * ms saved per request by 1 % more of the pool there (ghosts) / SLO) |
 | 15 | backlog | pages still to move / pages |
-| 16 | burst_score | largest detector statistic / its threshold, clipped to 2, / 2; 0 while there is no detector |
+| 16 | burst_score | largest statistic of a burst detector / its threshold, clipped to 2, / 2; 0 where none looks |
 
 With no request in the window the last value of a ratio over requests stands; `ObservationBuilder.age_s` is its age.
 """
@@ -57,7 +57,7 @@ LOW = np.array([-1.0 if name == "rate_fast_slow" else 0.0 for name in OBSERVATIO
 HIGH = np.ones(SIZE, np.float32)
 
 # Version of each formula; a changed formula changes the hash, and bundles trained on the old one no longer load.
-_FORMULAS = dict.fromkeys(OBSERVATION_NAMES, 1)
+_FORMULAS = dict.fromkeys(OBSERVATION_NAMES, 1) | {"burst_score": 2}
 _MARGIN_SCALE = 100.0
 _FAST_S, _SLOW_S = 2.0, 60.0
 _WINDOW_S = 1.0
@@ -128,7 +128,7 @@ class ObservationBuilder:
         x[13] = math.tanh(_MARGIN_SCALE * window.emb_margin_ms / self._slo_ms)
         x[14] = math.tanh(_MARGIN_SCALE * window.kv_margin_ms / self._slo_ms)
         x[15] = window.backlog_pages / window.pages
-        x[16] = 0.0
+        x[16] = max(w.burst_score for w in windows) / 2.0
         np.clip(x, LOW, HIGH, out=x)
         self._last = x
         return x.copy()

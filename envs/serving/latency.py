@@ -21,6 +21,12 @@ TAIL_SUM = 4
 MS_SUM = 5
 N_WINDOW = 6
 
+# LatencyState.tail: where the P99 was last, so that the next one is found from there
+SUM = 0  # of the sketch
+ABOVE = 1  # of the sketch from AT on
+AT = 2
+N_TAIL = 3
+
 SKETCH_BINS = 1600
 SKETCH_LOW_MS = 0.01
 SKETCH_WIDTH = 0.01  # in ln: 1 % a bin, up to 88,000 s
@@ -42,6 +48,7 @@ class LatencyState(NamedTuple):
     latency_ms: npt.NDArray[np.float32]  # [n] NaN: not complete
     window: npt.NDArray[np.float64]
     sketch: npt.NDArray[np.float64]  # [SKETCH_BINS] decayed histogram of ln latency
+    tail: npt.NDArray[np.float64]
 
 
 def new_latency_state(
@@ -52,7 +59,7 @@ def new_latency_state(
 ) -> LatencyState:
     """Return a state in which nothing was recorded; `latency_ms` may be shared by the nodes of a cluster."""
     return LatencyState(
-        slo_ns, np.array([sample]), tenant, latency_ms, np.zeros(N_WINDOW, np.float64), np.zeros(SKETCH_BINS)
+        slo_ns, np.array([sample]), tenant, latency_ms, np.zeros(N_WINDOW), np.zeros(SKETCH_BINS), np.zeros(N_TAIL)
     )
 
 
@@ -61,6 +68,8 @@ def start_window(state: LatencyState) -> None:
     completed = state.window[COMPLETED] * state.sample[0]
     if completed:
         state.sketch[:] *= math.exp(-completed / SKETCH_REQUESTS)
+        state.tail[SUM] = state.sketch.sum()
+        state.tail[ABOVE] = state.sketch[int(state.tail[AT]) :].sum()
     state.window[:] = 0.0
 
 
@@ -107,19 +116,29 @@ def complete(state: LatencyState, request: int, latency_ms: float) -> None:
     window[TAIL_SUM] += measured * tail_cost(ratio)
     window[LOG_SUM] += measured * math.log(ratio)
     window[MS_SUM] += measured * latency_ms
-    at = int(math.log(latency_ms / SKETCH_LOW_MS) / SKETCH_WIDTH)
-    state.sketch[min(max(at, 0), SKETCH_BINS - 1)] += 1.0
+    at = min(max(int(math.log(latency_ms / SKETCH_LOW_MS) / SKETCH_WIDTH), 0), SKETCH_BINS - 1)
+    state.sketch[at] += 1.0
+    state.tail[SUM] += 1.0
+    if at >= state.tail[AT]:
+        state.tail[ABOVE] += 1.0
 
 
 @kernel
 def sketch_p99_ms(state: LatencyState) -> float:
-    """Return the 99th percentile of the decayed histogram (upper edge of its bin, within 1 %); NaN when empty."""
-    total = state.sketch.sum()
-    if total <= 0.0:
+    """Return the 99th percentile of the decayed histogram (upper edge of its bin, within 1 %); NaN when empty.
+
+    It is sought from where it was last, so that a look at every tick costs next to nothing.
+    """
+    sketch, tail = state.sketch, state.tail
+    if tail[SUM] <= 0.0:
         return np.nan
-    above = 0.0
-    for at in range(SKETCH_BINS - 1, -1, -1):
-        above += state.sketch[at]
-        if above >= 0.01 * total:
-            return SKETCH_LOW_MS * math.exp((at + 1) * SKETCH_WIDTH)
-    return np.nan
+    enough = 0.01 * tail[SUM]
+    at, above = int(tail[AT]), tail[ABOVE]
+    while above < enough and at > 0:
+        at -= 1
+        above += sketch[at]
+    while at < SKETCH_BINS - 1 and above - sketch[at] >= enough:
+        above -= sketch[at]
+        at += 1
+    tail[AT], tail[ABOVE] = at, above
+    return SKETCH_LOW_MS * math.exp((at + 1) * SKETCH_WIDTH)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from cache_engine.backends.cpu import embedding, ghost, kv, kv_host, pool
 from envs.serving import latency, loop, packed, queues
 from envs.serving.rows import ITEMS, RowModel, build_rows
+from helm_rl.control import burst
 from helm_rl.control.burst import BurstState
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
@@ -315,11 +316,10 @@ class NodeSim:
         """Row lookups that the embedding cache has answered since the reset; each stands for 1 / rate rows."""
         return int(self.state.emb.counters[embedding.REQUESTED])
 
-    def run(self, until_ns: int, detector: BurstState | None = None) -> WindowStats:
+    def run(self, until_ns: int, detector: BurstState | None = None, *, stop: bool = False) -> WindowStats:
         """Serve until `until_ns` of the trace's clock and return what was measured since the last call.
 
-        A detector looks at every tick, min(control.tick_s, interval_s), and ends the window at the one at which it
-        finds a burst.
+        A detector looks at every tick of its own; with `stop` the window ends at the one at which it finds a burst.
         """
         if until_ns < self.now_ns:
             raise ValueError(f"until_ns = {until_ns} lies before the node's clock, {self.now_ns}")
@@ -327,9 +327,10 @@ class NodeSim:
         self.start_window(until_ns)
         if detector is None:
             packed.run(self.packed, until_ns)
-        else:
-            until_ns = packed.run_watched(self.packed, self.now_ns, until_ns, self._tick_ns, detector)
-        return self.end_window(until_ns)
+            return self.end_window(until_ns)
+        detector.sums[burst.PEAK] = 0.0
+        until_ns = packed.run_watched(self.packed, self.now_ns, until_ns, detector, stop)
+        return replace(self.end_window(until_ns), burst_score=float(detector.sums[burst.PEAK]))
 
     def start_window(self, until_ns: int) -> None:
         """Begin to measure anew; the window will end at `until_ns`."""
@@ -410,6 +411,7 @@ class NodeSim:
             node.queue.measured.latency_ms,
             node.queue.measured.window,
             node.queue.measured.sketch,
+            node.queue.measured.tail,
         ]
         return [*own, *rows, *queue, *measured, *node.pool, *node.kv, *node.host, *node.emb_ghost, *node.kv_ghost]
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from envs.serving.cluster import ClusterSim, ClusterWindow
 from envs.serving.node import NodeSim
+from helm_rl.control.burst import BurstSettings, new_burst_state
 from helm_rl.control.protocol import Controller, Watching
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import ObservationBuilder
@@ -67,8 +68,9 @@ def replay(
         node: a simulator of this scenario and trace to use again, which saves building one.
         advance: called after each interval with its end (ns), for progress bars.
 
-    A target that is not a number is ignored: the last one stays. The detector of a controller that has one looks at
-    every tick, and the controller decides at once where it finds a burst; the next interval starts there.
+    A target that is not a number is ignored: the last one stays. A burst detector looks at every tick, and its score is
+    part of the observation. That of a controller which has one also makes it decide at once where it finds a burst; the
+    next interval starts there. All others are shown the score of one with the settings by default.
     """
     if node is None:
         node = NodeSim(scenario, trace, alpha0)
@@ -78,10 +80,11 @@ def replay(
     interval_ns = round(scenario.control.interval_s * 1e9)
     windows: list[WindowStats] = []
     targets: list[float] = []
-    detector = controller.detector if isinstance(controller, Watching) else None
+    watching = isinstance(controller, Watching)
+    detector = controller.detector if isinstance(controller, Watching) else new_burst_state(BurstSettings())
     while node.now_ns < node.end_ns:
         targets.append(node.target)
-        window = node.run(node.now_ns + interval_ns, detector)
+        window = node.run(node.now_ns + interval_ns, detector, stop=watching)
         windows.append(window)
         target = pilot.steer(window)
         if np.isfinite(target):
@@ -112,7 +115,8 @@ def replay_cluster(
 ) -> ClusterReplay:
     """Serve the whole trace on a cluster; every node has a controller of its own, made by `make`.
 
-    The others are as in `replay`; `cluster` is reset. A node that is down is not steered, and forgets nothing.
+    The others are as in `replay`; `cluster` is reset. A node that is down is not steered, and forgets nothing. No burst
+    detector looks at a node's ticks, for all nodes are served in one loop: the observation's score is 0.
     """
     if cluster is None:
         cluster = ClusterSim(scenario, trace, alpha0)

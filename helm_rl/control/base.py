@@ -67,6 +67,10 @@ class BasePolicy:
         """Forget the target."""
         self.target = None
 
+    def resume(self, applied_alpha: float) -> None:
+        """Go on from an alpha that something else has set."""
+        self.target = applied_alpha
+
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
         """Return the new target; NaN or infinity in the observation or out of the network leaves it where it was.
 

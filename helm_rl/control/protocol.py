@@ -43,3 +43,12 @@ class Watching(Protocol):
     """A controller with a burst detector, whose state compiled loops look through on every tick."""
 
     detector: BurstState
+
+
+@runtime_checkable
+class Resuming(Protocol):
+    """A controller that can go on from an alpha that it did not choose, and keep what it has learnt meanwhile."""
+
+    def resume(self, applied_alpha: float) -> None:
+        """Go on from what is applied now."""
+        ...

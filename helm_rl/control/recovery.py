@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from helm_rl.control import burst
 from helm_rl.control.burst import BurstSettings, look, new_burst_state
-from helm_rl.control.protocol import Controller, FloatArray
+from helm_rl.control.protocol import Controller, FloatArray, Resuming
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import OBSERVATION_NAMES
@@ -40,18 +40,33 @@ class Recovery:
     """A controller, and above it a rule that takes over for as long as a burst is on.
 
     The rule's target may jump: what bounds it is the node's budget of migration. When the burst is over the controller
-    below is reset, so that it goes on from the alpha that is applied then, without a jump.
+    below goes on from the alpha that is applied then, and the target follows it at a bounded rate until both agree: to
+    take memory from a regime at the moment it ends is ruinous.
 
     Args:
-        inner: the controller below.
+        inner: the controller below; reset after a burst unless it is `Resuming`.
         rule: what the target is meanwhile.
         settings: of the detectors.
+        rate_per_s: how fast the target may change after a burst, until it is the controller's again.
+
+    Raises:
+        UserError: rate_per_s is not a number above 0.
     """
 
-    def __init__(self, inner: Controller, rule: RecoveryRule, settings: BurstSettings | None = None) -> None:
+    def __init__(
+        self,
+        inner: Controller,
+        rule: RecoveryRule,
+        settings: BurstSettings | None = None,
+        *,
+        rate_per_s: float = 0.06,
+    ) -> None:
+        if not 0.0 < rate_per_s < math.inf:
+            raise UserError(f"recovery: rate_per_s must be a number above 0, not {rate_per_s!r}")
         self.inner = inner
         self.rule = rule
         self.settings = BurstSettings() if settings is None else settings
+        self.rate_per_s = rate_per_s
         self.reset(0)
 
     def reset(self, seed: int) -> None:
@@ -59,6 +74,8 @@ class Recovery:
         self.detector = new_burst_state(self.settings)
         self._seed = seed
         self._took_over = False
+        self._returning: float | None = None  # the target on its way back to the controller's
+        self._decided_ns = 0
         self.inner.reset(seed)
 
     @property
@@ -67,18 +84,32 @@ class Recovery:
         return bool(self.detector.counts[burst.ACTIVE] > 0)
 
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
-        """Return the rule's target while a burst is on, else that of the controller below.
+        """Return the rule's target while a burst is on, else that of the controller below, or the way to it.
 
         Where the share of hot users is not a number the applied alpha stays.
         """
+        passed_s = (now_ns - self._decided_ns) * 1e-9
+        self._decided_ns = now_ns
         if self.active:
             self._took_over = True
             ratio = float(observation[_HOT_USERS])
             return self.rule.target(ratio) if math.isfinite(ratio) else applied_alpha
         if self._took_over:
             self._took_over = False
-            self.inner.reset(self._seed)
-        return self.inner.decide(observation, applied_alpha, now_ns)
+            self._returning = applied_alpha
+            if isinstance(self.inner, Resuming):
+                self.inner.resume(applied_alpha)
+            else:
+                self.inner.reset(self._seed)
+        target = self.inner.decide(observation, applied_alpha, now_ns)
+        if self._returning is None or not math.isfinite(target):
+            return target
+        step = self.rate_per_s * passed_s
+        if abs(target - self._returning) <= step:
+            self._returning = None
+            return target
+        self._returning += math.copysign(step, target - self._returning)
+        return self._returning
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
         """Show one tick to the detectors; True: a burst was found, decide at once."""

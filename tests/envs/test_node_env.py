@@ -18,6 +18,7 @@ from envs.node_env import HelmNodeEnv
 from envs.serving.node import NodeSim
 from envs.training_traces import TrainingTraces, reward
 from helm_rl import observation
+from helm_rl.control.burst import BurstSettings, new_burst_state
 from helm_rl.errors import UserError
 from helm_rl.observation import ObservationBuilder
 from helm_rl.scenario import Scenario, load_scenario
@@ -198,18 +199,18 @@ def test_an_episode_is_a_stretch_of_the_trace(load: tuple[Scenario, Trace]) -> N
     obs, info = env.reset(seed=0, options={"start": 10, "alpha": 0.3})
     start = 5 * SECOND
     node = NodeSim(small, made, 0.3, start_ns=int(made.arrival_ns[0]))
-    builder = ObservationBuilder(small.slo_ms)
+    builder, detector = ObservationBuilder(small.slo_ms), new_burst_state(BurstSettings())
     # Whole seconds back from where the last second begins, which is served in intervals.
     ends = [end for end in range(-20 * SECOND, start - SECOND + 1, SECOND) if end > node.now_ns]
     for end in [*ends, start - SECOND // 2, start]:
-        window = node.run(end)
+        window = node.run(end, detector)
         expected = builder.update(window)
     assert np.array_equal(obs, expected)
     assert info["window"] == window
     for k, action in enumerate((UP, DOWN, DOWN, UP)):
         before = node.alpha
         node.set_target(node.target + float(action[0]) * 0.03)
-        window = node.run(start + (k + 1) * SECOND // 2)
+        window = node.run(start + (k + 1) * SECOND // 2, detector)
         obs, earned, _, _, info = env.step(action)
         assert np.array_equal(obs, builder.update(window))
         assert info["window"] == window

@@ -74,7 +74,7 @@ def test_names_and_order_are_those_of_schema_1() -> None:
 
 
 def test_every_formula_on_one_window() -> None:
-    got = ObservationBuilder(SLO_MS).update(window())
+    got = ObservationBuilder(SLO_MS).update(window(burst_score=1.4))
     assert got.dtype == np.float32
     assert got.shape == (17,)
     expected = {
@@ -94,7 +94,7 @@ def test_every_formula_on_one_window() -> None:
         "emb_margin": math.tanh(100 * 0.5 / SLO_MS),
         "kv_margin": math.tanh(100 * 0.25 / SLO_MS),
         "backlog": 0.25,
-        "burst_score": 0.0,
+        "burst_score": 0.7,
     }
     assert named(got) == pytest.approx(expected, rel=1e-6)
 
@@ -274,10 +274,10 @@ def test_bounds() -> None:
 def test_the_hash_changes_with_names_order_and_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     # Bundles in the field name this one: it may only change together with SCHEMA_VERSION or a formula's version.
     released = schema_hash()
-    assert released == "5f18511868b3ca008abdfcb1d7c1e6630a2c3c20bfc16474ec9d10edbdc6cec8"
+    assert released == "ce23157347d89310df86cc1d2e6c185ce1f306f0a8937f35b3c175ec60a89444"
     seen = {released}
     for name in OBSERVATION_NAMES:
-        monkeypatch.setattr(observation, "_FORMULAS", {**observation._FORMULAS, name: 2})
+        monkeypatch.setattr(observation, "_FORMULAS", {**observation._FORMULAS, name: 3})
         seen.add(schema_hash())
         monkeypatch.undo()
     monkeypatch.setattr(observation, "OBSERVATION_NAMES", OBSERVATION_NAMES[::-1])
@@ -288,3 +288,13 @@ def test_the_hash_changes_with_names_order_and_formulas(monkeypatch: pytest.Monk
     monkeypatch.undo()
     assert len(seen) == 1 + 17 + 2
     assert schema_hash() == released
+
+
+def test_the_burst_score_is_the_largest_of_the_last_second_and_bounded() -> None:
+    builder = ObservationBuilder(SLO_MS)
+    quarters = [0.1, 0.9, 0.2, 0.3, 0.4, 7.0]
+    scores = [
+        named(builder.update(window(k / 4, (k + 1) / 4, burst_score=score)))["burst_score"]
+        for k, score in enumerate(quarters)
+    ]
+    assert scores == pytest.approx([0.05, 0.45, 0.45, 0.45, 0.45, 1.0])

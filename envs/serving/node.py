@@ -36,6 +36,8 @@ _PIECE_BYTES = 1 << 20  # of what is fetched in the background
 _LITTLE = 0.01
 EMB, KV = 0, 1
 
+_NOTHING = np.zeros((0, 2))
+
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
@@ -316,10 +318,18 @@ class NodeSim:
         """Row lookups that the embedding cache has answered since the reset; each stands for 1 / rate rows."""
         return int(self.state.emb.counters[embedding.REQUESTED])
 
-    def run(self, until_ns: int, detector: BurstState | None = None, *, stop: bool = False) -> WindowStats:
+    def run(
+        self,
+        until_ns: int,
+        detector: BurstState | None = None,
+        *,
+        stop: bool = False,
+        seen: npt.NDArray[np.float64] = _NOTHING,
+    ) -> WindowStats:
         """Serve until `until_ns` of the trace's clock and return what was measured since the last call.
 
         A detector looks at every tick of its own; with `stop` the window ends at the one at which it finds a burst.
+        What it is shown at its first m ticks, arrivals and P99, goes to `seen`, float64 [m, 2].
         """
         if until_ns < self.now_ns:
             raise ValueError(f"until_ns = {until_ns} lies before the node's clock, {self.now_ns}")
@@ -329,7 +339,7 @@ class NodeSim:
             packed.run(self.packed, until_ns)
             return self.end_window(until_ns)
         detector.sums[burst.PEAK] = 0.0
-        until_ns = packed.run_watched(self.packed, self.now_ns, until_ns, detector, stop)
+        until_ns = packed.run_watched(self.packed, self.now_ns, until_ns, detector, stop, seen)
         return replace(self.end_window(until_ns), burst_score=float(detector.sums[burst.PEAK]))
 
     def start_window(self, until_ns: int) -> None:

@@ -82,10 +82,18 @@ def run(packed: npt.NDArray[np.uint8], until_ns: int) -> None:
 
 
 @kernel
-def run_watched(packed: npt.NDArray[np.uint8], now_ns: int, until_ns: int, detector: BurstState, stop: bool) -> int:
+def run_watched(
+    packed: npt.NDArray[np.uint8],
+    now_ns: int,
+    until_ns: int,
+    detector: BurstState,
+    stop: bool,
+    seen: npt.NDArray[np.float64],
+) -> int:
     """Run a packed node from `now_ns` until `until_ns`, the detector looking at the end of every tick.
 
     With `stop`, only until it finds a burst; return the end. Ticks go on from window to window, whatever lies between.
+    What is shown to the detector at its first m ticks, arrivals and P99, goes to `seen`, float64 [m, 2].
     The P99 that is looked at is that of the requests that were complete when the last one came: so the node is taken
     up as often as without a detector, and serves the same. It is not known before _P99_REQUESTS were measured.
     """
@@ -103,6 +111,10 @@ def run_watched(packed: npt.NDArray[np.uint8], now_ns: int, until_ns: int, detec
         while counts[burst.TICK_END_NS] <= now_ns:
             end_ns = counts[burst.TICK_END_NS]
             p99_ms = latency.sketch_p99_ms(measured) if measured.tail[latency.SUM] >= _P99_REQUESTS else math.nan
+            tick = counts[burst.TICKS]
+            if tick < seen.shape[0]:
+                seen[tick, 0] = sums[burst.PARTIAL]
+                seen[tick, 1] = p99_ms
             found = look(detector, sums[burst.PARTIAL], p99_ms)
             sums[burst.PARTIAL] = 0.0
             counts[burst.TICK_END_NS] = end_ns + tick_ns

@@ -15,7 +15,7 @@ from rich.table import Table
 from eval.command import console, figure_table, number
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
-from helm_rl.files import check_outputs
+from helm_rl.files import check_outputs, ended_by_signals
 
 Part = Literal["reading", "generate", "curves", "fit"]
 PARTS: tuple[Part, ...] = ("reading", "generate", "curves", "fit")
@@ -59,7 +59,8 @@ def main(args: Args) -> None:
     """Print the tables and write the figures."""
     _check(args)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("parts"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+    bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    with ended_by_signals(), bar as progress:  # the log that is made for it takes gigabytes
         figures, notes = measure(args, progress)
     out = console()
     for table in tables(figures):

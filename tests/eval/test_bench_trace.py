@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,14 @@ def test_a_quick_run_writes_the_figures(tmp_path: Path, capsys: pytest.CaptureFi
     assert figures["trace.mrc_error.0.5"]["value"] < figures["trace.mrc_error.0.01"]["value"]
     assert cli.main([*asked, "--json", str(tmp_path / "f.json")]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_a_run_that_is_ended_removes_the_log_that_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_trace, "measure", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        bench_trace.main(bench_trace.Args())
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_what_is_held_against_the_generator_is_its_law() -> None:

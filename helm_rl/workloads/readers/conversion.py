@@ -178,6 +178,13 @@ class _Conversion:
         facts: Facts,
         runs: Runs,
     ) -> None:
+        if facts.timeless and mapping.requests != "row":
+            if options.requests is not None:
+                raise UserError(
+                    f"requests = {options.requests} joins rows by their times, and the log has none; "
+                    "pass --requests row"
+                )
+            mapping = replace(mapping, requests="row")
         self.paths = paths
         self.mapping = mapping
         self.options = options
@@ -253,7 +260,7 @@ class _Conversion:
         options, runs = self.options, self.runs
         if options.start_s is None and options.end_s is None:
             return False
-        if not self.mapping.time:
+        if self.facts.timeless or not self.mapping.time:
             raise UserError(f"start-s and end-s need times, and a {self.mapping.name} log has none")
         first, last = runs.first_ns, runs.last_ns
         from_ns = first + round((options.start_s or 0.0) * 1e9)

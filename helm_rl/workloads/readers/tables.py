@@ -142,6 +142,7 @@ class Columns:
             self.facts.plain &= rows.lengths is None
         count = place.size
         if time_ns is None:
+            self.facts.timeless = True
             time_ns = np.arange(self._number, self._number + count, dtype=np.int64)
         self._number += count
         rows.time_ns = time_ns

@@ -359,3 +359,17 @@ def test_a_header_may_lack_its_mark(tmp_path: Path, mark: str) -> None:
     (tmp_path / "log").write_text(f"{mark}time, object, size, next_access_vtime\n0, 5, 2, 3\n1, 6, 2, -1\n")
     trace = read_trace(tmp_path / "log")
     assert (trace.meta.source, len(trace)) == ("libcachesim-csv", 2)
+
+
+def test_without_times_no_rows_are_joined_or_cut_by_them(tmp_path: Path) -> None:
+    """RecBole's rows make sessions; their numbers, in place of times, would make one session of a user's whole log."""
+    path = tmp_path / "log.inter"
+    path.write_text("user_id:token\titem_id:token\trating:float\n1\t10\t5\n1\t11\t5\n2\t10\t3\n1\t12\t4\n")
+    trace = read_trace(path, arrivals=5.0)
+    assert len(trace) == 4
+    assert trace.history_tokens.tolist() == [1, 2, 1, 3]
+    assert "every row is a request: 4" in trace.meta.steps
+    with pytest.raises(UserError, match="joins rows by their times, and the log has none"):
+        read_trace(path, arrivals=5.0, requests="session-gap")
+    with pytest.raises(UserError, match="start-s and end-s need times"):
+        read_trace(path, arrivals=5.0, end_s=1.0)

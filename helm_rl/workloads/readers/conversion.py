@@ -429,6 +429,8 @@ class _Conversion:
             steps.append(stands[user])
         if facts.lone:
             steps.append(f"user = the only block in requests of one block: {facts.lone}")
+        if facts.late:
+            steps.append(f"chats that came after one which follows them, where its chain is cut: {facts.late}")
         if facts.fresh:
             steps.append(f"rows with an empty {mapping.user}, each a user of its own: {facts.fresh}")
         if self.item_ids is None:

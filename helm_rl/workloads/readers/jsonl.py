@@ -92,7 +92,8 @@ class _Batch:
         self._items: list[Any] = []
         self._lengths: list[int] = []
         self._seen: set[int] = set()
-        self._roots: dict[Any, Any] = {}
+        self._roots: dict[str, str] = {}
+        self._unseen: set[str] = set()  # parents that had not come when a chat named them
         self._kinds: dict[str, set[type]] = {"user": set(), "item": set(), "tenant": set(), "request": set()}
         if mapping.user in (SECOND_BLOCK, CHAIN):
             self._texts["user"] = []
@@ -280,9 +281,13 @@ class _Batch:
             if type(value) not in (int, str):
                 self._fail(f"{name} is not an id", f", field {name}: {_short(value)} is not an id")
             self._check_text(name, str(value))
-        root = chat if parent in (-1, "-1") else self._roots.get(parent, parent)
+        chat, parent = str(chat), str(parent)
+        root = chat if parent == "-1" else self._roots.get(parent, parent)
+        if parent != "-1" and parent not in self._roots:
+            self._unseen.add(parent)
+        self.facts.late += chat in self._unseen and root != chat
         self._roots[chat] = root
-        return str(root)
+        return root
 
     def _item_codes(self) -> tuple[Any, Any]:
         book, items = self.columns.books.item, self._items

@@ -48,6 +48,7 @@ class Facts:
     repeated_lines: int = 0  # JSON lines that repeat an earlier one
     lone: int = 0  # requests whose only block stands for the user
     fresh: int = 0  # rows with an empty user
+    late: int = 0  # chats that came after one which follows them, and follow another themselves
     timeless: bool = False  # a file has no times: those of its rows are their numbers
     unit: str = ""  # of the times, where it was told by their size
     step_ns: int = 1  # one step of the last digit of the times seen

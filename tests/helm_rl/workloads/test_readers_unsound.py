@@ -373,3 +373,16 @@ def test_without_times_no_rows_are_joined_or_cut_by_them(tmp_path: Path) -> None
         read_trace(path, arrivals=5.0, requests="session-gap")
     with pytest.raises(UserError, match="start-s and end-s need times"):
         read_trace(path, arrivals=5.0, end_s=1.0)
+
+
+def test_chains_of_chats_that_are_cut_are_counted(tmp_path: Path) -> None:
+    def chat(number: object, parent: object, time: float) -> dict[str, object]:
+        return {"chat_id": number, "parent_chat_id": parent, "timestamp": time, "input_length": 9, "hash_ids": [1]}
+
+    rows = [chat(1, -1, 1.0), chat(2, 1, 2.0), chat("3", "2", 3.0)]
+    trace = read_trace(lines(tmp_path, *rows), "qwen-bailian")
+    assert trace.user.tolist() == [0, 0, 0]
+    assert not [step for step in trace.meta.steps if "cut" in step]
+    late = read_trace(lines(tmp_path, rows[2], *rows[:2]), "qwen-bailian")
+    assert late.user.tolist() == [0, 0, 1]
+    assert "chats that came after one which follows them, where its chain is cut: 1" in late.meta.steps

@@ -46,7 +46,7 @@ class Args:
     quick: bool = False
     """Less of everything, in under a minute: that it works, not how well, so no figure has a goal."""
     rows: int | None = None
-    """Rows of the log that is read (default: 20,000,000, which take 1.8 GB of disk; 300,000 with --quick)."""
+    """Rows of the log that is read (default: 20,000,000, for which 3 GB of disk must be free; 300,000 with --quick)."""
     traces: Path | None = None
     """Folder of real samples that are fitted, as far as there (default: ../shared/traces)."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -157,6 +157,8 @@ def _check(args: Args) -> None:
     check_outputs(args.overwrite, json=args.json)
     if not args.parts:
         raise UserError(f"--parts must name at least one of {', '.join(PARTS)}")
+    if len(set(args.parts)) < len(args.parts):
+        raise UserError(f"--parts names a part twice: {' '.join(args.parts)}")
     if args.rows is not None and args.rows < 1000:
         raise UserError(f"--rows must be at least 1,000, got {args.rows}")
     if args.traces is not None and not args.traces.is_dir():

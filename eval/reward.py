@@ -63,7 +63,7 @@ def _tail(window: WindowStats, latency_ms: Latencies, slo_ms: float) -> float:
     return -p99_ms(latency_ms) / slo_ms
 
 
-def _ours(window: WindowStats, latency_ms: Latencies, slo_ms: float) -> float:
+def _tail_cost(window: WindowStats, latency_ms: Latencies, slo_ms: float) -> float:
     return -_per_request(window, window.tail_cost_sum)
 
 
@@ -92,7 +92,7 @@ CANDIDATES: dict[str, tuple[str, Teach]] = {
     "power_8": ("mean latency to the 8th", _power(8.0)),
     "log_power": ("log of mean latency to the 4th", _log_power),
     "demand": ("link and accelerator time per request", _demand),
-    "tail_cost": ("mean tail cost: to the 4th", _ours),
+    "tail_cost": ("mean tail cost: to the 4th", _tail_cost),
 }
 """What could be rewarded: its title, and how it is computed.
 
@@ -149,12 +149,7 @@ Lessons = dict[str, list[Lesson]]
 
 def main(args: Args) -> None:
     """Print the table and write the figures."""
-    scenarios = [load_scenario(name) for name in args.scenario]
-    check_outputs(args.overwrite, args.scenario, json=args.json)
-    if args.draws < 1:
-        raise UserError(f"--draws must be at least 1, got {args.draws}")
-    if abs(APART / args.step - round(APART / args.step)) > 1e-9:
-        raise UserError(f"--step must divide {APART:g}, got {args.step}")
+    scenarios = _check(args)
     lessons: dict[str, Lessons] = {scenario.name: {name: [] for name in CANDIDATES} for scenario in scenarios}
     with working(args.jobs) as work:
         for scenario in scenarios:
@@ -169,6 +164,30 @@ def main(args: Args) -> None:
         write_figures(args.json, figures(lessons))
 
 
+def _check(args: Args) -> list[Scenario]:
+    """Return the scenarios; UserError for any argument that does not fit, before the first replay."""
+    scenarios = [load_scenario(name) for name in args.scenario]
+    check_outputs(args.overwrite, args.scenario, json=args.json)
+    if not scenarios:
+        raise UserError("--scenario needs at least one scenario")
+    names = [figure_word(scenario.name) for scenario in scenarios]
+    if len(set(names)) < len(names):
+        raise UserError(f"--scenario: two of them have one name in the figures: {', '.join(names)}")
+    if args.draws < 1:
+        raise UserError(f"--draws must be at least 1, got {args.draws}")
+    for scenario in scenarios:
+        low, high = scenario.control.alpha_min, scenario.control.alpha_max
+        alpha_grid(low, high, args.step)
+        if high - low < APART:
+            raise UserError(
+                f"scenario {scenario.name}: control.alpha_min = {low:g} and alpha_max = {high:g} lie less than "
+                f"{APART:g} apart, the distance of the two alphas that are told apart"
+            )
+    if abs(APART / args.step - round(APART / args.step)) > 1e-9:
+        raise UserError(f"--step must divide {APART:g}, got {args.step}")
+    return scenarios
+
+
 def learn_from(scenario: Scenario, draw: int, step: float, work: Work) -> Lessons:
     """Return what each candidate says in each segment of one draw of arrivals, which no evaluation has."""
     from envs.serving.replay import Replay, replay
@@ -177,6 +196,13 @@ def learn_from(scenario: Scenario, draw: int, step: float, work: Work) -> Lesson
 
     trace = generate(scenario, seed=SEEDS_FROM + draw)
     part = measured_part(trace)
+    for span in part.spans:
+        if span.end_ns - span.middle_ns < 2e9 * scenario.control.interval_s:
+            raise UserError(
+                f"scenario {scenario.name}: the second half of segment {span.label}, from {span.middle_ns / 1e9:g} to "
+                f"{span.end_ns / 1e9:g} s, is shorter than 2 intervals of {scenario.control.interval_s:g} s, so their "
+                "scatter is unknown; lower control.interval_s"
+            )
     alphas = alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, step)
     work.plan(len(alphas))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ _START_MS = 1_649_347_200_000  # 2022-04-08, Beijing
 _DAYS = 14
 _ROWS_AT_A_TIME = 1 << 20
 _REPEATS = 0.007
+_BYTES_PER_ROW = 150  # of disk, at most: 90 of the log, and the sorted runs and the trace that it becomes
 
 # Run in a process of its own: argv has what to run, the files, and how often.
 _WORKER = """
@@ -64,8 +66,15 @@ def measure(
 ) -> dict[str, Figure]:
     """Make a log of `rows` rows in a temporary folder below `folder`, and convert it; `advance` is told what comes.
 
-    Raises UserError if polars is not installed, or the folder has not the room: about 90 bytes a row.
+    Raises UserError if the folder has not the room, or a measurement fails.
     """
+    within = folder or Path(tempfile.gettempdir())
+    needed, free = rows * _BYTES_PER_ROW, shutil.disk_usage(within).free
+    if needed > free:
+        raise UserError(
+            f"a log of {rows:,} rows and its trace take {needed / 2**30:,.1f} GiB in {within}, "
+            f"and {free / 2**30:,.1f} GiB are free there; measure fewer --rows, or set TMPDIR to another folder"
+        )
     with tempfile.TemporaryDirectory(prefix="helm-rl-bench-", dir=folder) as place:
         source, small = Path(place) / "log_standard.csv", Path(place) / "small.csv"
         advance(f"making a log of {rows:,} rows")
@@ -153,8 +162,6 @@ def _run(what: str, source: Path, target: Path, small: Path) -> dict[str, float]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if result.returncode:
         last = result.stderr.strip().splitlines()[-1:] or ["no word of it"]
-        if "polars" in last[0] and what == "polars":
-            raise UserError("this needs the Python package polars; pip install 'helm-rl[bench]'")
         raise UserError(f"the measurement of {what} failed: {last[0]}")
     found: dict[str, float] = json.loads(result.stdout)
     return found

@@ -85,6 +85,7 @@ def test_fits_stand_side_by_side(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--rows", "10"], "--rows must be at least 1,000, got 10"),
+        (["--parts", "fit", "fit"], "--parts names a part twice: fit fit"),
         (["--traces", "no"], "--traces no is not a folder"),
         (["--json", "no/x.json"], "the folder no does not exist"),
     ],

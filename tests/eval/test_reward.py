@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,5 +78,32 @@ def test_the_command_writes_what_it_lists(tmp_path: Path, capsys: pytest.Capture
     assert "small one: what rewards teach in" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"--step must divide 0\.08, got 0\.05"):
         main(Args(step=0.05))
-    with pytest.raises(UserError, match="--draws must be at least 1, got 0"):
-        main(Args(draws=0))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"step": 0.0}, r"--step must lie in 0\.005 to 0\.2, got 0\.0"),
+        ({"step": math.nan}, r"--step must lie in 0\.005 to 0\.2, got nan"),
+        ({"step": 0.16}, r"--step must divide 0\.08, got 0\.16"),
+        ({"draws": 0}, "--draws must be at least 1, got 0"),
+        ({"scenario": ()}, "--scenario needs at least one scenario"),
+        ({"scenario": ("burst", "burst")}, "--scenario: two of them have one name in the figures: burst, burst"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_first_replay(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        main(Args(**wrong))
+
+
+def test_a_scenario_that_tells_no_two_alphas_or_intervals_apart_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text(
+        'name = "odd"\nslo_ms = 100\nseconds = 38\nwarm_s = 5\n[hardware]\npool_gib = 2\n'
+        "[load]\nrate = 40\nusers = 500\nitems = 1e5\n[control]\ninterval_s = 10\nalpha_min = 0.4\nalpha_max = 0.6\n"
+    )
+    with pytest.raises(UserError, match="from 19 to 38 s, is shorter than 2 intervals of 10 s"):
+        main(Args(scenario=(str(path),), step=0.08))
+    path.write_text(path.read_text().replace("alpha_max = 0.6", "alpha_max = 0.45"))
+    with pytest.raises(UserError, match=r"alpha_min = 0\.4 and alpha_max = 0\.45 lie less than 0\.08 apart"):
+        main(Args(scenario=(str(path),)))

@@ -9,6 +9,7 @@ import pytest
 
 from eval.engine.peers import installed
 from eval.workload.reading import measure, write_log
+from helm_rl.errors import UserError
 from helm_rl.workloads.readers import detect_format, read_trace
 
 
@@ -37,3 +38,9 @@ def test_the_figures(tmp_path: Path) -> None:
     assert figures["trace.rows_per_s.kuairand"].value > 1000
     assert figures["trace.ratio_vs_polars"].value > 0
     assert 0.05 < figures["trace.peak_gib.kuairand"].value < 1.5
+
+
+def test_a_disk_without_the_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a log of 1,000,000,000,000 rows .* are free there; measure fewer --rows"):
+        measure(10**12, tmp_path)
+    assert list(tmp_path.iterdir()) == []

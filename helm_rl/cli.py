@@ -38,6 +38,9 @@ COMMANDS: dict[str, Command] = {
         "traces", "helm_rl.workloads.commands:fit", "write a scenario whose traces have a trace's statistics"
     ),
     "train base": Command("training", "train.ppo_base:main", "train the base policy with PPO"),
+    "train imitate": Command(
+        "training", "train.imitate_reference:main", "fit a start for it to the best schedules found offline"
+    ),
     "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle that can be served"),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),
     "eval ratio-gap": Command(

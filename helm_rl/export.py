@@ -10,7 +10,9 @@ import tyro
 
 from helm_rl.checkpoint import (
     BundleConfig,
-    TrainingState,
+    EnvironmentSection,
+    NetworkSection,
+    TrainingSection,
     ValidationSection,
     load_training_state,
     policy_tensors,
@@ -61,17 +63,21 @@ def export(run: Path, output: Path, overwrite: bool = False) -> BundleConfig:
         bounds=environment.bounds,
         environment=environment,
         training=state.training,
-        card=model_card(state),
+        card=model_card(state.network, environment, state.training),
         overwrite=overwrite,
     )
 
 
-def model_card(state: TrainingState) -> str:
+def model_card(
+    network: NetworkSection,
+    environment: EnvironmentSection,
+    training: TrainingSection,
+    method: str = "Trained offline with PPO in helm-rl's serving simulator",
+) -> str:
     """Return the card, Markdown: what the policy is, where it comes from, what it reads, where its limits are.
 
-    Every number in it is taken from the state; how well the policy does is for an evaluation to say.
+    Every number in it is taken from what is given; how well the policy does is for an evaluation to say.
     """
-    training, environment = state.training, state.environment
     observation, bounds = environment.observation, environment.bounds
     assert observation is not None
     assert bounds is not None
@@ -80,7 +86,7 @@ def model_card(state: TrainingState) -> str:
     several = "s" if len(scenarios) > 1 else ""
     if not traces:
         traces = [f"generated from the scenario{several}, with seeds that follow from the seed of the training"]
-    hidden = " x ".join(str(width) for width in state.network.hidden)
+    hidden = " x ".join(str(width) for width in network.hidden)
     intervals = ", ".join(f"{interval_s:g}" for interval_s in bounds.interval_s)
     statistics = [
         f"| {name} | {'not defined' if value is None else f'{value:.6g}'} |"
@@ -93,7 +99,7 @@ def model_card(state: TrainingState) -> str:
         f"# Base policy, trained on the scenario{several} {_some([each.name for each in environment.scenarios])}",
         "",
         "A controller of alpha, the embedding cache's share of a pool of GPU memory that it divides with the KV cache",
-        "of a generative recommender. Trained offline with PPO in helm-rl's serving simulator; frozen in service.",
+        f"of a generative recommender. {method}; frozen in service.",
         "",
         "## Use",
         "",
@@ -109,8 +115,8 @@ def model_card(state: TrainingState) -> str:
         f"Every interval ({intervals} s) the network's action, clipped to [-1, 1] and multiplied by "
         f"{bounds.rate_per_s:g} per second,",
         f"is added to the target alpha, which stays within [{bounds.alpha_min:g}, {bounds.alpha_max:g}].",
-        f"Network: {len(observation.names)} normalised features, {hidden} {state.network.activation} units, "
-        f"{state.network.action_size} action; it runs with NumPy alone.",
+        f"Network: {len(observation.names)} normalised features, {hidden} {network.activation} units, "
+        f"{network.action_size} action; it runs with NumPy alone.",
         "",
         "## Training",
         "",
@@ -155,8 +161,7 @@ def model_card(state: TrainingState) -> str:
         "it may be",
         "  worse than a fixed split: compare them first.",
         f"- It was trained to decide every {intervals} s, and serves within that range only.",
-        f"- Features beyond {state.network.observation_clip:g} standard deviations of those seen in training "
-        "are clipped.",
+        f"- Features beyond {network.observation_clip:g} standard deviations of those seen in training are clipped.",
         "- It does not learn in service, and it has no safety net of its own against bursts.",
         "",
     ]

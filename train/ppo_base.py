@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -80,7 +80,8 @@ from helm_rl.figures import command
 from train.state import Loop, capture, network_section, policy_of, restore
 
 if TYPE_CHECKING:
-    from helm_rl.scenario import Scenario
+    from helm_rl.scenario import Load, Scenario
+    from helm_rl.workloads.trace import Trace
     from train.validation import Validation
 
 NODE_ENV = "helm_rl/HelmNode-v0"
@@ -290,11 +291,11 @@ class Detach(gym.Wrapper[Any, Any, Any, Any]):
         return np.array(obs), info
 
 
-def load_scenarios(args: Args) -> list[Scenario]:
-    """Read the scenarios that the arguments name; UserError where one policy cannot serve them all."""
+def load_scenarios(given: Sequence[str], load: Load) -> list[Scenario]:
+    """Read scenarios; UserError where one policy cannot serve them all."""
     from helm_rl.scenario import load_scenario
 
-    scenarios = [load_scenario(name, args.load) for name in args.scenario]
+    scenarios = [load_scenario(name, load) for name in given]
     names = [scenario.name for scenario in scenarios]
     if len(set(names)) < len(names):
         raise UserError(f"--scenario: two of them have one name: {', '.join(names)}")
@@ -308,6 +309,31 @@ def load_scenarios(args: Args) -> list[Scenario]:
                     "an action means must be the same in all that one policy is trained on"
                 )
     return scenarios
+
+
+def scenario_facts(
+    scenarios: Sequence[Scenario], paths: Sequence[Path] = (), traces: Sequence[Trace] = ()
+) -> dict[str, Any]:
+    """Return the fields of an `EnvironmentSection` that say what is served, and what an action means there."""
+    from helm_rl.observation import OBSERVATION_NAMES, SCHEMA_VERSION, schema_hash
+    from helm_rl.scenario import scenario_hash
+
+    control = scenarios[0].control
+    return {
+        "observation": ObservationSection(
+            schema_version=SCHEMA_VERSION, schema_hash=schema_hash(), names=tuple(OBSERVATION_NAMES)
+        ),
+        "bounds": BoundsSection(
+            alpha_min=control.alpha_min,
+            alpha_max=control.alpha_max,
+            rate_per_s=control.rate_per_s,
+            interval_s=tuple(sorted({each.control.interval_s for each in scenarios})),
+        ),
+        "scenarios": tuple(SourceSection(name=each.name, sha256=scenario_hash(each)) for each in scenarios),
+        "traces": tuple(
+            SourceSection(name=str(path), sha256=trace.hash()) for path, trace in zip(paths, traces, strict=True)
+        ),
+    }
 
 
 def make_envs(args: Args) -> tuple[VectorEnv[Any, Any, Any], EnvironmentSection]:
@@ -326,34 +352,16 @@ def make_envs(args: Args) -> tuple[VectorEnv[Any, Any, Any], EnvironmentSection]
     if args.env_id == NODE_ENV:
         # Imported here: the simulator compiles kernels, and other environments need none of it.
         from envs.vector import NodeVectorEnv
-        from helm_rl.observation import OBSERVATION_NAMES, SCHEMA_VERSION, schema_hash
-        from helm_rl.scenario import scenario_hash
         from helm_rl.workloads.trace import Trace
         from train.variations import variations
 
-        named = load_scenarios(args)
+        named = load_scenarios(args.scenario, args.load)
         scenarios = named + variations(named, args.variations, args.seed)
         traces = [Trace.load(path) for path in args.trace]
         envs = NodeVectorEnv(
             args.num_envs, scenarios, seed=args.seed, traces=[traces] if traces else None, paired=args.paired
         )
-        control = scenarios[0].control
-        facts = {
-            "observation": ObservationSection(
-                schema_version=SCHEMA_VERSION, schema_hash=schema_hash(), names=tuple(OBSERVATION_NAMES)
-            ),
-            "bounds": BoundsSection(
-                alpha_min=control.alpha_min,
-                alpha_max=control.alpha_max,
-                rate_per_s=control.rate_per_s,
-                interval_s=tuple(sorted({each.control.interval_s for each in scenarios})),
-            ),
-            "scenarios": tuple(SourceSection(name=each.name, sha256=scenario_hash(each)) for each in scenarios),
-            "traces": tuple(
-                SourceSection(name=str(path), sha256=trace.hash())
-                for path, trace in zip(args.trace, traces, strict=True)
-            ),
-        }
+        facts = scenario_facts(scenarios, args.trace, traces)
     else:
         try:
             envs = SyncVectorEnv(
@@ -486,7 +494,7 @@ def prepare_validation(args: Args, stack: contextlib.ExitStack, known: Validatio
     from train.validation import Validation, find_references, hold_out
 
     jobs = len(os.sched_getaffinity(0))
-    held = hold_out(load_scenarios(args), args.validation_draws)
+    held = hold_out(load_scenarios(args.scenario, args.load), args.validation_draws)
     reference_ms = {} if known is None else dict(known.reference_ms)
     missing = [each for each in held if each.name not in reference_ms]
     if missing:
@@ -516,7 +524,7 @@ def mean_regret(regrets: dict[str, float]) -> float:
     return float(np.mean([min(regret, MOST_REGRET) for regret in regrets.values()]))
 
 
-def plain_arguments(args: Args) -> dict[str, Any]:
+def plain_arguments(args: object) -> dict[str, Any]:
     """Return the arguments as JSON can hold them."""
 
     def plain(value: Any) -> Any:

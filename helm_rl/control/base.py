@@ -54,9 +54,13 @@ class BasePolicy:
         """Read a bundle folder strictly; UserError says what is wrong with it."""
         return cls(load_bundle(path), interval_s)
 
+    def normalised(self, observation: FloatArray) -> FloatArray:
+        """Return a raw observation, float32 (17,), as the network sees it: in standard deviations, clipped."""
+        return np.clip((observation - self._mean) / self._std, -self._clip, self._clip).astype(np.float32)
+
     def action(self, observation: FloatArray) -> FloatArray:
         """Return the mean action, not clipped, float32 (1,), for a raw observation, float32 (17,)."""
-        x = np.clip((observation - self._mean) / self._std, -self._clip, self._clip).astype(np.float32)
+        x = self.normalised(observation)
         for weight, bias in self._layers[:-1]:
             x = np.tanh(x @ weight + bias)
         weight, bias = self._layers[-1]

@@ -112,6 +112,7 @@ def test_the_commands_of_this_release() -> None:
         "trace inspect",
         "trace fit",
         "train base",
+        "train imitate",
         "export",
         "eval p99",
         "eval ratio-gap",

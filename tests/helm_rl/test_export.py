@@ -57,7 +57,8 @@ def test_the_card_says_what_it_is_from_what_is_known(tmp_path: Path) -> None:
     assert not re.search(r"\bnan\b|None|\{|\}|/home/me", card)
     traced = ENVIRONMENT.model_copy(update={"traces": (SourceSection(name="mooncake.parquet", sha256="cd" * 32),)})
     make_run(tmp_path / "traced", network(), environment=traced)
-    card = model_card(load_training_state(tmp_path / "traced")[0])
+    state = load_training_state(tmp_path / "traced")[0]
+    card = model_card(state.network, state.environment, state.training)
     assert f"`mooncake.parquet`, sha256 `{'cd' * 32}`" in card
     assert "generated from the scenario" not in card
 

@@ -197,6 +197,7 @@ def show(example: Example, net: ActorCritic | None, seed: int) -> Shown:
 
 def fit(net: ActorCritic, seen: Sequence[Shown], args: Args, generator: torch.Generator, console: Console) -> float:
     """Fit the actor, in place, to all that was shown; return the root mean square error of a move."""
+    torch.set_num_threads(1)  # fastest for networks this small
     observations = torch.from_numpy(np.concatenate([each.observations for each in seen]))
     moves = torch.from_numpy(np.concatenate([each.moves for each in seen]))
     net.normaliser.load_state_dict(type(net.normaliser)(SIZE).state_dict())  # of this data alone

@@ -59,12 +59,16 @@ class _Block:
     completed: int = 0
     busy_ms: float = 0.0
     arrivals: int = 0
+    observed: float = 0.0
+    intervals: int = 0
 
-    def add(self, window: WindowStats) -> None:
+    def add(self, window: WindowStats, observed_demand: float) -> None:
         self.tail_cost += window.tail_cost_sum
         self.completed += window.completed
         self.busy_ms += (window.link_busy_ns + window.compute_busy_ns) * 1e-6
         self.arrivals += window.arrivals
+        self.observed += observed_demand
+        self.intervals += 1
 
 
 @dataclass
@@ -91,7 +95,8 @@ class SwitchbackGuard:
 
     Latency is the judge of harm: the log of the mean tail cost. It is noisy, so that what helps a little would be long
     in proving it; what must be proven is that the time which a request takes of link and accelerator falls when the
-    learner acts, as it was learnt to. Feedback that tells nothing, or is not caused by what was done, proves nothing.
+    learner acts. It must fall by the feedback that was learnt from and by the observation: feedback that tells nothing,
+    is not caused by what was done, or says the contrary of what is so, proves nothing.
     """
 
     def __init__(self, settings: GuardSettings | None = None, seed: int = 0) -> None:
@@ -99,11 +104,8 @@ class SwitchbackGuard:
         self._rng = np.random.default_rng([seed, 0x5EED])
         self.tripped = 0
         """Times that the learner was switched off."""
-        self._latency, self._demand = _Series(), _Series()
-        self._pairs = 0
+        self._forget()
         self._resting = 0
-        self._order: list[bool] = []
-        self._seen: dict[bool, _Block] = {}
         self._at = 0
         self.on = False
         self._next_block()
@@ -113,23 +115,31 @@ class SwitchbackGuard:
         """Whether probation is over and was passed."""
         return self._pairs >= self.settings.probation and not self._resting
 
-    def take(self, window: WindowStats) -> None:
-        """Take the window that the last decision ruled."""
+    def take(self, window: WindowStats, observed_demand: float) -> None:
+        """Take the window that the last decision ruled, and what the observation has as the demand of a request.
+
+        observed_demand: in any unit; a number that is not finite makes the window count for nothing.
+        """
         if self._resting:
             self._resting -= 1
             if not self._resting:
-                self._latency, self._demand, self._pairs = _Series(), _Series(), 0
-                self._order, self._seen = [], {}
+                self._forget()
                 self._next_block()
             return
-        if self._at >= self.settings.settle:
-            self._seen.setdefault(self.on, _Block()).add(window)
+        if self._at >= self.settings.settle and math.isfinite(observed_demand):
+            self._seen.setdefault(self.on, _Block()).add(window, observed_demand)
         self._at += 1
         if self._at == self.settings.block:
             if len(self._seen) == 2 and not self._order:
                 self._compare()
             if not self._resting:
                 self._next_block()
+
+    def _forget(self) -> None:
+        self._latency, self._claimed, self._observed = _Series(), _Series(), _Series()
+        self._pairs = 0
+        self._order: list[bool] = []
+        self._seen: dict[bool, _Block] = {}
 
     def _next_block(self) -> None:
         if not self._order:
@@ -148,13 +158,14 @@ class SwitchbackGuard:
         memory = self.settings.memory
         costs = [max(block.tail_cost / block.completed, 1e-12) for block in (acting, without)]
         self._latency.add(math.log(costs[0] / costs[1]), memory)
-        self._demand.add(acting.busy_ms / acting.arrivals - without.busy_ms / without.arrivals, memory)
+        self._claimed.add(acting.busy_ms / acting.arrivals - without.busy_ms / without.arrivals, memory)
+        self._observed.add(acting.observed / acting.intervals - without.observed / without.intervals, memory)
         self._pairs += 1
         if self._pairs < max(2, self.settings.probation // 2):
             return
         harms = self._latency.z > self.settings.harm
-        unproven = self._pairs >= self.settings.probation and self._demand.z > -self.settings.proof
-        if harms or unproven:
+        least = max(self._claimed.z, self._observed.z)
+        if harms or (self._pairs >= self.settings.probation and least > -self.settings.proof):
             self._resting = self.settings.rest * 2**self.tripped
             self.tripped += 1
             self.on = False

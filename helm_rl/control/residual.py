@@ -19,7 +19,7 @@ from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import OBSERVATION_NAMES, SIZE
 
-_ALPHA = OBSERVATION_NAMES.index("alpha")
+_ALPHA, _LINK, _COMPUTE = (OBSERVATION_NAMES.index(name) for name in ("alpha", "link_demand", "compute_demand"))
 _EMA_S = 60.0
 _LEAST_MS = 1e-4  # ms per request and 1 % of the pool: margins below it are noise of the ghosts
 _MOST_STEP = 5.0
@@ -126,6 +126,7 @@ class Residual:
         """Reset the base, and begin anew where the service does; what was learnt stays."""
         self.base.reset(seed)
         self.offset = 0.0
+        self._window: WindowStats | None = None
         self._layers: list[npt.NDArray[np.float64]] | None = None
         self._p99_ema = math.nan
 
@@ -139,6 +140,9 @@ class Residual:
             return self.base.decide(observation, applied_alpha, now_ns)
         own = observation.copy()
         own[_ALPHA] = np.float32(min(max(float(observation[_ALPHA]) - self.offset, 0.0), 1.0))
+        if self._window is not None:
+            self.guard.take(self._window, float(observation[_LINK] + observation[_COMPUTE]))
+            self._window = None
         before = self.base.target
         target = self.base.decide(own, applied_alpha - self.offset, now_ns)
         self._layers = None
@@ -157,10 +161,10 @@ class Residual:
         return False
 
     def feedback(self, window: WindowStats) -> None:
-        """Learn from the window that followed the last decision, and let the guard compare."""
+        """Learn from the window that followed the last decision; the guard takes it at the next one."""
         if self.settings.bound == 0.0:
             return
-        self.guard.take(window)
+        self._window = window
         step = self.settings.learning_rate * self._urgency(window)
         gain = self._gain(window)
         if self._layers is not None and math.isfinite(gain):

@@ -12,16 +12,23 @@ from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from tests.helm_rl.test_observation import window
 
+Takes = Callable[[bool], float]
+
 
 def serve(
-    guard: SwitchbackGuard, intervals: int, cost: Callable[[bool], float], busy: Callable[[bool], float], seed: int = 1
+    guard: SwitchbackGuard, intervals: int, cost: Takes, busy: Takes, seed: int = 1, claimed: Takes | None = None
 ) -> list[bool]:
-    """Run a guard; cost and busy (ms): what a request takes with and without the learner. Return when it acted."""
+    """Run a guard; cost and busy (ms): what a request takes with and without the learner. Return when it acted.
+
+    claimed: what the feedback has in the place of busy.
+    """
     rng = np.random.default_rng(seed)
     acted = []
     for _ in range(intervals):
         acted.append(guard.on)
-        guard.take(measured(cost(guard.on) * rng.lognormal(0, 0.3), busy(guard.on) * rng.lognormal(0, 0.1)))
+        noise = rng.lognormal(0, 0.1)
+        window = measured(cost(guard.on) * rng.lognormal(0, 0.3), (claimed or busy)(guard.on) * noise)
+        guard.take(window, busy(guard.on) * noise / 100)
     return acted
 
 
@@ -74,6 +81,21 @@ def test_what_harms_or_proves_nothing_is_switched_off(
     assert np.mean(acted) < 0.4
 
 
+def test_feedback_that_contradicts_the_observation_proves_nothing() -> None:
+    rng = np.random.default_rng(1)
+    for claimed in (lambda on: 5.0, lambda on: rng.uniform(4, 6), lambda on: 5.3 if on else 5.0):
+        off = 0
+        for seed in range(10):
+            guard = SwitchbackGuard(seed=seed)
+            serve(guard, 3_000, lambda on: 0.2, lambda on: 4.7 if on else 5.0, seed, claimed)
+            off += guard.tripped > 0
+        assert off >= 8
+    guard = SwitchbackGuard(GuardSettings(probation=2))
+    for _ in range(500):
+        guard.take(measured(0.2, 4.0 if guard.on else 5.0), float("nan"))
+    assert not guard.proven
+
+
 def test_rest_is_longer_each_time_and_what_was_before_is_forgotten() -> None:
     settings = GuardSettings(block=4, settle=1, probation=4, rest=50)
     guard = SwitchbackGuard(settings)
@@ -89,7 +111,7 @@ def test_windows_without_requests_prove_nothing() -> None:
     guard = SwitchbackGuard(GuardSettings(probation=2))
     idle = window(arrivals=0, completed=0, tail_cost_sum=0.0)
     for _ in range(500):
-        guard.take(idle)
+        guard.take(idle, 0.05)
     assert guard.tripped == 0
     assert not guard.proven
 

@@ -1,171 +1,227 @@
-"""A guard for what learns in service: switchback blocks, with it and without it, tell whether it helps or harms."""
+"""A guard for what learns in service: blocks of trying, of acting and of neither tell whether it may act.
+
+Latency is all that counts, and it is noisy: what a load does to it is taken out by a regression on the load (no
+counterfactual is seen on one node), and a verdict needs many blocks. What is tried in a block is drawn by lot, so that
+no rhythm of the load can be taken for an effect.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 
+FEATURES = 4
+"""Of a block's load, on which alpha has no influence: a constant, ln of the arrivals and of the history per request,
+share of returning users."""
+
+
+class Mode(Enum):
+    """What a block is for: neither, trying one of two sides, acting on what was learnt, or keeping still after harm."""
+
+    OFF = 0
+    TRY = 1
+    ACT = 2
+    REST = 3
+
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """How with and without are compared.
+    """How long blocks are, and what a verdict needs.
 
     Args:
-        block: intervals of a block; a pair is one with and one without, in an order drawn by lot.
+        block: intervals of a block.
         settle: of these, the first that are not counted: what the block before left.
-        probation: pairs before which nothing is decided but harm.
-        harm: standard errors by which latency with it must be worse for it to be switched off.
-        proof: standard errors by which the time that a request takes must be better, once probation is over.
-        rest: intervals for which it then stays off; doubled each time.
-        share: blocks without it among all, once it has proven itself.
-        memory: pairs that are remembered.
+        probation: blocks of trying after which the learner must have proven itself.
+        proof: standard errors by which following what was learnt must have been better than not, judged before each
+            lesson was learnt, by the feedback and by the observation.
+        harm: standard errors by which blocks of acting must be worse than those without to end it.
+        rest: intervals for which it then keeps still; doubled each time.
+        memory: blocks that are remembered.
 
     Raises:
         UserError: a value lies outside its range.
     """
 
-    block: int = 10
-    settle: int = 3
-    probation: int = 20
+    block: int = 20
+    settle: int = 6
+    probation: int = 40
+    proof: float = 1.28
     harm: float = 1.64
-    proof: float = 1.0
-    rest: int = 600
-    share: float = 0.1
-    memory: int = 60
+    rest: int = 1_000
+    memory: int = 100
 
     def __post_init__(self) -> None:
         if not 0 <= self.settle < self.block:
             raise UserError(f"guard: settle must be at least 0 and below block = {self.block}, not {self.settle!r}")
         for name in ("probation", "rest", "memory"):
-            if getattr(self, name) < 1:
-                raise UserError(f"guard: {name} must be at least 1, not {getattr(self, name)!r}")
-        for name in ("harm", "proof"):
+            if getattr(self, name) < 2:
+                raise UserError(f"guard: {name} must be at least 2, not {getattr(self, name)!r}")
+        for name in ("proof", "harm"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise UserError(f"guard: {name} must be a number of at least 0, not {getattr(self, name)!r}")
-        if not 0.0 < self.share <= 0.5:
-            raise UserError(f"guard: share must be above 0 and at most .5, not {self.share!r}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A block that is over.
+
+    mode: what it was for; claimed: how much better latency was than the load explains, in ln of the mean tail cost, by
+    the feedback; observed: the same by the observation. NaN where nothing was measured.
+    """
+
+    mode: Mode
+    claimed: float
+    observed: float
 
 
 @dataclass
-class _Block:
-    """What a block has measured: sums over its counted intervals."""
+class _Sums:
+    """Sums over the counted intervals of a block."""
 
     tail_cost: float = 0.0
     completed: int = 0
-    busy_ms: float = 0.0
     arrivals: int = 0
-    observed: float = 0.0
-    intervals: int = 0
+    returning: int = 0
+    history_tokens: int = 0
+    observed: list[float] = field(default_factory=list)
 
-    def add(self, window: WindowStats, observed_demand: float) -> None:
+    def add(self, window: WindowStats, observed: float) -> None:
+        for name in ("completed", "arrivals", "returning", "history_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(window, name))
         self.tail_cost += window.tail_cost_sum
-        self.completed += window.completed
-        self.busy_ms += (window.link_busy_ns + window.compute_busy_ns) * 1e-6
-        self.arrivals += window.arrivals
-        self.observed += observed_demand
-        self.intervals += 1
+        if math.isfinite(observed) and observed > 0:
+            self.observed.append(observed)
+
+    def load(self) -> npt.NDArray[np.float64]:
+        """Return the features of the load, float64 [FEATURES]."""
+        requests = max(self.arrivals, 1)
+        return np.array(
+            [1.0, math.log(requests), math.log1p(self.history_tokens / requests), self.returning / requests]
+        )
 
 
-@dataclass
-class _Series:
-    """Differences, with less without, of the last pairs."""
+class _Expected:
+    """Recursive least squares with forgetting: what a load costs on average."""
 
-    values: list[float] = field(default_factory=list)
+    def __init__(self, forget: float = 0.99) -> None:
+        self._forget = forget
+        self._weights = np.zeros(FEATURES)
+        self._inverse = np.eye(FEATURES) * 100.0
+        self._seen = 0
 
-    def add(self, value: float, memory: int) -> None:
-        self.values = [*self.values, value][-memory:]
-
-    @property
-    def z(self) -> float:
-        """Mean over its standard error; 0 where nothing varies and nothing differs."""
-        values = np.array(self.values)
-        mean, spread = float(values.mean()), float(values.std(ddof=1)) if values.size > 1 else 0.0
-        if spread == 0.0:
-            return math.copysign(math.inf, mean) if mean else 0.0
-        return mean / spread * math.sqrt(values.size)
+    def better(self, load: npt.NDArray[np.float64], cost: float) -> float:
+        """Return expectation less cost, before this block is learnt from; NaN where too few were seen."""
+        gain = self._inverse @ load
+        gain = gain / (self._forget + load @ gain)
+        off = cost - float(self._weights @ load)
+        self._weights += gain * off
+        self._inverse = (self._inverse - np.outer(gain, load @ self._inverse)) / self._forget
+        self._seen += 1
+        return -off if self._seen > 2 * FEATURES else math.nan
 
 
-class SwitchbackGuard:
-    """Decides, block by block, whether the learner acts; `on` says so for the decision that comes.
+def _z(values: deque[float]) -> float:
+    """Return the mean over its standard error; 0 where nothing varies."""
+    if len(values) < 2:
+        return 0.0
+    spread = float(np.std(values, ddof=1))
+    return 0.0 if spread <= 1e-12 else float(np.mean(values)) / spread * math.sqrt(len(values))
 
-    Latency is the judge of harm: the log of the mean tail cost. It is noisy, so that what helps a little would be long
-    in proving it; what must be proven is that the time which a request takes of link and accelerator falls when the
-    learner acts. It must fall by the feedback that was learnt from and by the observation: feedback that tells nothing,
-    is not caused by what was done, or says the contrary of what is so, proves nothing.
-    """
+
+class Guard:
+    """Draws what each block is for, measures it, and ends what harms or proves nothing."""
 
     def __init__(self, settings: GuardSettings | None = None, seed: int = 0) -> None:
         self.settings = GuardSettings() if settings is None else settings
         self._rng = np.random.default_rng([seed, 0x5EED])
+        self._plan: list[Mode] = []
         self.tripped = 0
-        """Times that the learner was switched off."""
+        """Times that the learner was made to rest."""
         self._forget()
-        self._resting = 0
-        self._at = 0
-        self.on = False
-        self._next_block()
+        self._start_block()
 
     @property
     def proven(self) -> bool:
-        """Whether probation is over and was passed."""
-        return self._pairs >= self.settings.probation and not self._resting
+        """Whether what was learnt may be acted on."""
+        enough = len(self._claimed) >= self.settings.probation
+        return enough and min(_z(self._claimed), _z(self._observed)) > self.settings.proof
 
-    def take(self, window: WindowStats, observed_demand: float) -> None:
-        """Take the window that the last decision ruled, and what the observation has as the demand of a request.
+    def take(self, window: WindowStats, observed: float) -> Verdict | None:
+        """Take the window that the last decision ruled; return what its block came to, if that is over.
 
-        observed_demand: in any unit; a number that is not finite makes the window count for nothing.
+        observed: P99 over the SLO as the observation has it; a number that is none counts for nothing.
         """
-        if self._resting:
-            self._resting -= 1
-            if not self._resting:
+        if self.mode is Mode.REST:
+            self._left -= 1
+            if self._left == 0:
                 self._forget()
-                self._next_block()
-            return
-        if self._at >= self.settings.settle and math.isfinite(observed_demand):
-            self._seen.setdefault(self.on, _Block()).add(window, observed_demand)
+                self._start_block()
+            return None
+        if self._at >= self.settings.settle:
+            self._sums.add(window, observed)
         self._at += 1
-        if self._at == self.settings.block:
-            if len(self._seen) == 2 and not self._order:
-                self._compare()
-            if not self._resting:
-                self._next_block()
+        return self._end_block() if self._at == self.settings.block else None
+
+    def judge(self, verdict: Verdict, followed: float) -> None:
+        """Learn from a block of trying how good it would have been to follow the learner.
+
+        followed: what the learner expected of the side that was tried, from -1 to 1, before this block taught it.
+        """
+        if not (math.isfinite(verdict.claimed) and math.isfinite(verdict.observed)):
+            return
+        self._claimed.append(followed * verdict.claimed)
+        self._observed.append(followed * verdict.observed)
+        self._tried += 1
+        if self._tried >= self.settings.probation and not self.proven:
+            self._rest()
+
+    def _end_block(self) -> Verdict:
+        sums, mode = self._sums, self.mode
+        claimed = observed = math.nan
+        if sums.completed and sums.tail_cost > 0:
+            claimed = self._cost.better(sums.load(), math.log(sums.tail_cost / sums.completed))
+        if sums.observed:
+            observed = self._p99.better(sums.load(), float(np.mean(np.log(sums.observed))))
+        if math.isfinite(claimed) and mode in (Mode.ACT, Mode.OFF):
+            (self._acting if mode is Mode.ACT else self._without).append(claimed)
+        self._start_block()
+        if self._harms():
+            self._rest()
+        return Verdict(mode, claimed, observed)
+
+    def _harms(self) -> bool:
+        """Whether acting has been worse than not, beyond chance."""
+        if min(len(self._acting), len(self._without)) < 5:
+            return False
+        acting, without = np.array(self._acting), np.array(self._without)
+        error = math.sqrt(acting.var(ddof=1) / acting.size + without.var(ddof=1) / without.size)
+        return bool(acting.mean() - without.mean() < -self.settings.harm * error)
+
+    def _start_block(self) -> None:
+        if not self._plan:
+            acting = [Mode.ACT] * 6 if self.proven else []
+            self._plan = [Mode.TRY, Mode.TRY, Mode.OFF, *acting]
+            self._rng.shuffle(self._plan)
+        self.mode = self._plan.pop()
+        self._at, self._sums = 0, _Sums()
+
+    def _rest(self) -> None:
+        self._left = self.settings.rest * 2**self.tripped
+        self.tripped += 1
+        self.mode = Mode.REST
 
     def _forget(self) -> None:
-        self._latency, self._claimed, self._observed = _Series(), _Series(), _Series()
-        self._pairs = 0
-        self._order: list[bool] = []
-        self._seen: dict[bool, _Block] = {}
-
-    def _next_block(self) -> None:
-        if not self._order:
-            self._seen = {}
-            with_it = 1 if not self.proven else max(1, round(1.0 / self.settings.share) - 1)
-            self._order = [True] * with_it + [False]
-            self._rng.shuffle(self._order)
-        self.on = bool(self._order.pop())
-        self._at = 0
-
-    def _compare(self) -> None:
-        """Add the pair that is complete, and switch the learner off if it harms, or has not proven itself in time."""
-        acting, without = self._seen[True], self._seen[False]
-        if min(acting.completed, without.completed, acting.arrivals, without.arrivals) == 0:
-            return
         memory = self.settings.memory
-        costs = [max(block.tail_cost / block.completed, 1e-12) for block in (acting, without)]
-        self._latency.add(math.log(costs[0] / costs[1]), memory)
-        self._claimed.add(acting.busy_ms / acting.arrivals - without.busy_ms / without.arrivals, memory)
-        self._observed.add(acting.observed / acting.intervals - without.observed / without.intervals, memory)
-        self._pairs += 1
-        if self._pairs < max(2, self.settings.probation // 2):
-            return
-        harms = self._latency.z > self.settings.harm
-        least = max(self._claimed.z, self._observed.z)
-        if harms or (self._pairs >= self.settings.probation and least > -self.settings.proof):
-            self._resting = self.settings.rest * 2**self.tripped
-            self.tripped += 1
-            self.on = False
+        self._claimed, self._observed = deque[float](maxlen=memory), deque[float](maxlen=memory)
+        self._acting, self._without = deque[float](maxlen=memory), deque[float](maxlen=memory)
+        self._cost, self._p99 = _Expected(), _Expected()
+        self._tried = self._left = 0
+        self._plan = []

@@ -1,7 +1,9 @@
 """Layer 2, the residual adapter: a small offset of the base policy's target that is learnt while serving goes on.
 
-What it learns from are the service's own measurements, never a reference: which cache would save more time per request
-with one page more (the ghosts), and, through its guard, what became of latency and of the time that a request takes.
+It learns from the service's own latencies, never from a reference: for blocks of intervals the offset is one end of its
+range or the other, drawn with odds that the adapter sets for the load at hand; what was better than the load explains
+is made likelier (REINFORCE: Williams, "Simple statistical gradient-following algorithms", 1992). Where it has proven
+itself it acts: the offset is then the mean of what it would draw.
 """
 
 from __future__ import annotations
@@ -13,15 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from helm_rl.control.base import BasePolicy
-from helm_rl.control.guard import GuardSettings, SwitchbackGuard
+from helm_rl.control.guard import Guard, GuardSettings, Mode, Verdict
 from helm_rl.control.protocol import FloatArray
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import OBSERVATION_NAMES, SIZE
 
-_ALPHA, _LINK, _COMPUTE = (OBSERVATION_NAMES.index(name) for name in ("alpha", "link_demand", "compute_demand"))
+_ALPHA, _P99 = (OBSERVATION_NAMES.index(name) for name in ("alpha", "p99_over_slo"))
 _EMA_S = 60.0
-_LEAST_MS = 1e-4  # ms per request and 1 % of the pool: margins below it are noise of the ghosts
 _MOST_STEP = 5.0
 
 
@@ -32,12 +33,10 @@ class ResidualSettings:
     Args:
         bound: most that the target is moved, in alpha; 0: the base policy as it is.
         hidden: width of the two hidden layers.
-        learning_rate: step of the gradient ascent; rises with |P99 - EMA(P99)|, to _MOST_STEP times this at the most.
-        rate_gain: how much it rises: the step is 1 + rate_gain * |P99 - EMA| / EMA times as long.
-        pull: weight of the offset's own square, against the gain; larger offsets need clearer signs.
-        balance_cold, balance_hot: ln(margin of EMB / margin of KV) at which nothing is to be gained, where no user is
-            hot and where all are; linear between. Above 0: the requests that make the tail are those whose keys and
-            values are missing, and of users who hardly return they are the longest.
+        learning_rate: step of the gradient ascent, per block.
+        rate_gain: how much it rises with the deviation of P99 from its moving average: the step is
+            1 + rate_gain * |P99 - EMA| / EMA times as long, at most _MOST_STEP times.
+        pull: weight of the offset's own square against the gain; larger offsets need clearer signs.
 
     Raises:
         UserError: a value lies outside its range.
@@ -45,11 +44,9 @@ class ResidualSettings:
 
     bound: float = 0.05
     hidden: int = 16
-    learning_rate: float = 0.02
+    learning_rate: float = 0.05
     rate_gain: float = 1.0
-    pull: float = 0.1
-    balance_cold: float = 1.4
-    balance_hot: float = 0.1
+    pull: float = 0.02
 
     def __post_init__(self) -> None:
         ranges = {
@@ -58,14 +55,11 @@ class ResidualSettings:
             "learning_rate": (0.0, 10.0),
             "rate_gain": (0.0, 100.0),
             "pull": (0.0, 100.0),
-            "balance_cold": (-10.0, 10.0),
-            "balance_hot": (-10.0, 10.0),
         }
         for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:  # NaN fails too
-                raise UserError(
-                    f"residual adapter: {name} must be within {low:g} and {high:g}, not {getattr(self, name)!r}"
-                )
+            value = getattr(self, name)
+            if not low <= value <= high:  # NaN fails too
+                raise UserError(f"residual adapter: {name} must be within {low:g} and {high:g}, not {value!r}")
 
 
 class ResidualNet:
@@ -80,22 +74,26 @@ class ResidualNet:
         ]
         self.biases = [np.zeros(hidden), np.zeros(hidden), np.zeros(1)]
 
-    def forward(self, x: npt.NDArray[np.float64]) -> tuple[float, list[npt.NDArray[np.float64]]]:
-        """Return the output, within (-1, 1), and what `ascend` needs of the way there."""
-        layers = [x]
-        for weight, bias in zip(self.weights, self.biases, strict=True):
-            layers.append(np.tanh(layers[-1] @ weight + bias))
-        return float(layers[-1][0]), layers
+    def forward(self, x: npt.NDArray[np.float64]) -> float:
+        """Return the output, within (-1, 1), for an input, float64 [inputs]."""
+        return float(self._layers(x)[-1][0])
 
-    def ascend(self, layers: list[npt.NDArray[np.float64]], slope: float, step: float) -> None:
-        """Move the weights by `step` along the gradient of the output times `slope`."""
-        delta = slope * (1.0 - layers[-1] ** 2)
+    def ascend(self, x: npt.NDArray[np.float64], slope: float, step: float) -> None:
+        """Move the weights by `step` along `slope` times the gradient of the output before its tanh."""
+        layers = self._layers(x)
+        delta = np.array([slope])
         for i in range(len(self.weights) - 1, -1, -1):
             before = layers[i]
             back = self.weights[i] @ delta
             self.weights[i] += step * np.outer(before, delta)
             self.biases[i] += step * delta
             delta = back * (1.0 - before**2)
+
+    def _layers(self, x: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
+        layers = [x]
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            layers.append(np.tanh(layers[-1] @ weight + bias))
+        return layers
 
 
 class Residual:
@@ -105,7 +103,7 @@ class Residual:
 
     Args:
         base: the frozen policy.
-        settings: of the adapter; guard: of the comparison that keeps it from doing harm.
+        settings: of the adapter; guard: of what decides whether it may act.
     """
 
     def __init__(
@@ -119,7 +117,11 @@ class Residual:
     def reset(self, seed: int) -> None:
         """Forget all that was learnt, and reset the base."""
         self.net = ResidualNet(SIZE + 1, self.settings.hidden, seed)
-        self.guard = SwitchbackGuard(self._guard_settings, seed)
+        self.guard = Guard(self._guard_settings, seed)
+        self._rng = np.random.default_rng([seed, 0xACE])
+        self._spread = 1.0  # of how much better blocks were, so that a step does not depend on how noisy the load is
+        self._p99_ema = math.nan
+        self._urgency = 1.0
         self.restart(seed)
 
     def restart(self, seed: int) -> None:
@@ -127,33 +129,31 @@ class Residual:
         self.base.reset(seed)
         self.offset = 0.0
         self._window: WindowStats | None = None
-        self._layers: list[npt.NDArray[np.float64]] | None = None
-        self._p99_ema = math.nan
+        self._side = 0.0
+        self._odds = 0.0
+        self._inputs: list[npt.NDArray[np.float64]] = []
 
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
         """Return the base's target and the offset together, within the bundle's bounds.
 
-        Without a bound, or where the observation holds a number that is not finite, it is the base's target.
+        Without a bound it is the base's target; where the observation holds a number that is not finite, the offset
+        stays as it is.
         """
         bound, bounds = self.settings.bound, self.base.config.bounds
         if bound == 0.0:
             return self.base.decide(observation, applied_alpha, now_ns)
         own = observation.copy()
         own[_ALPHA] = np.float32(min(max(float(observation[_ALPHA]) - self.offset, 0.0), 1.0))
-        if self._window is not None:
-            self.guard.take(self._window, float(observation[_LINK] + observation[_COMPUTE]))
-            self._window = None
         before = self.base.target
         target = self.base.decide(own, applied_alpha - self.offset, now_ns)
-        self._layers = None
-        if not np.isfinite(observation).all():
-            return min(max(target + self.offset, bounds.alpha_min), bounds.alpha_max)
-        moved = 0.0 if before is None else (target - before) / self.base.step
-        output, layers = self.net.forward(np.concatenate([self.base.normalised(own), [moved]]).astype(np.float64))
-        if self.guard.on:
-            self.offset, self._layers = bound * output, layers
-        else:
-            self.offset = 0.0
+        if self._window is not None:
+            verdict = self.guard.take(self._window, float(observation[_P99]))
+            self._window = None
+            if verdict is not None:
+                self._learn(verdict)
+        if np.isfinite(observation).all():
+            moved = 0.0 if before is None else (target - before) / self.base.step
+            self.offset = bound * self._choose(np.append(self.base.normalised(own), moved).astype(np.float64))
         return min(max(target + self.offset, bounds.alpha_min), bounds.alpha_max)
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
@@ -161,34 +161,39 @@ class Residual:
         return False
 
     def feedback(self, window: WindowStats) -> None:
-        """Learn from the window that followed the last decision; the guard takes it at the next one."""
-        if self.settings.bound == 0.0:
-            return
+        """Take the window that followed the last decision; it is learnt from at the next one."""
         self._window = window
-        step = self.settings.learning_rate * self._urgency(window)
-        gain = self._gain(window)
-        if self._layers is not None and math.isfinite(gain):
-            output = float(self._layers[-1][0])
-            self.net.ascend(self._layers, gain - self.settings.pull * output, step)
-            self._layers = None
-
-    def _gain(self, window: WindowStats) -> float:
-        """Return which way more is saved, from -1 (KV) to 1 (EMB); NaN where neither margin says anything."""
-        emb, kv = window.emb_margin_ms, window.kv_margin_ms
-        if not (math.isfinite(emb) and math.isfinite(kv)) or max(emb, kv) <= _LEAST_MS:
-            return math.nan
-        hot = window.returning / max(window.arrivals, 1)
-        balance = self.settings.balance_cold + (self.settings.balance_hot - self.settings.balance_cold) * hot
-        return math.tanh(math.log(max(emb, _LEAST_MS) / max(kv, _LEAST_MS)) - balance)
-
-    def _urgency(self, window: WindowStats) -> float:
-        """Return how many times its length a step is to have: more where P99 has just left its average."""
         p99_ms = window.p99_ms
-        if not math.isfinite(p99_ms):
-            return 1.0
+        if not math.isfinite(p99_ms) or p99_ms <= 0:
+            return
         if math.isnan(self._p99_ema):
             self._p99_ema = p99_ms
         off = abs(p99_ms - self._p99_ema) / self._p99_ema
         weight = -math.expm1(-(window.end_ns - window.start_ns) * 1e-9 / _EMA_S)
         self._p99_ema += weight * (p99_ms - self._p99_ema)
-        return min(1.0 + self.settings.rate_gain * off, _MOST_STEP)
+        self._urgency = min(1.0 + self.settings.rate_gain * off, _MOST_STEP)
+
+    def _choose(self, x: npt.NDArray[np.float64]) -> float:
+        """Return the offset in units of its bound, by what the block is for."""
+        mode = self.guard.mode
+        if mode is Mode.TRY:
+            if not self._inputs:
+                self._odds = self.net.forward(x)
+                self._side = 1.0 if self._rng.random() < 0.5 * (1.0 + self._odds) else -1.0
+            self._inputs.append(x)
+            return self._side
+        self._inputs = []
+        return self.net.forward(x) if mode is Mode.ACT else 0.0
+
+    def _learn(self, verdict: Verdict) -> None:
+        """Make what was better likelier, and what was worse less so; let the guard judge first."""
+        inputs, self._inputs = self._inputs, []
+        if verdict.mode is not Mode.TRY or not inputs or not math.isfinite(verdict.claimed):
+            return
+        self.guard.judge(verdict, self._odds * self._side)
+        self._spread += 0.05 * (abs(verdict.claimed) - self._spread)
+        better = min(max(verdict.claimed / max(self._spread, 1e-9), -3.0), 3.0)
+        slope = better * (self._side - self._odds) - self.settings.pull * self._odds
+        step = self.settings.learning_rate * self._urgency / len(inputs)
+        for x in inputs:
+            self.net.ascend(x, slope, step)

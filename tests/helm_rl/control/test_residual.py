@@ -1,4 +1,4 @@
-"""The adapter: nothing at first or without a bound, what the margins say within it, right gradients."""
+"""The adapter: nothing at first or without a bound, what latency says within it, and gradients that are right."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from helm_rl.control.base import BasePolicy
-from helm_rl.control.guard import GuardSettings
+from helm_rl.control.guard import GuardSettings, Mode
 from helm_rl.control.residual import Residual, ResidualNet, ResidualSettings
 from helm_rl.errors import UserError
 from helm_rl.observation import SIZE
+from tests.helm_rl.control.test_guard import measured
 from tests.helm_rl.policies import make_bundle, network
-from tests.helm_rl.test_observation import window
 
-ALWAYS = GuardSettings(block=2, settle=0, probation=10**6, share=0.01)
+TRYING = GuardSettings(probation=10**6)
 
 
 @pytest.fixture
@@ -30,108 +30,114 @@ def observation(rng: np.random.Generator) -> np.ndarray:
     return rng.uniform(0, 1, SIZE).astype(np.float32)
 
 
-def test_the_gradient_is_that_of_the_output() -> None:
+def test_the_gradient_is_that_of_the_output_before_its_tanh() -> None:
     net = ResidualNet(5, 4, 1)
     rng = np.random.default_rng(2)
     net.weights[2] = rng.standard_normal((4, 1))
     x = rng.standard_normal(5)
-    before, layers = net.forward(x)
+    before = math.atanh(net.forward(x))
     ascended = copy.deepcopy(net)
-    ascended.ascend(layers, 1.0, 1.0)
+    ascended.ascend(x, 2.0, 1.0)
     for kind in ("weights", "biases"):
         for i, array in enumerate(getattr(net, kind)):
             for at in np.ndindex(array.shape):
                 nudged = copy.deepcopy(net)
                 getattr(nudged, kind)[i][at] += 1e-6
-                slope = (nudged.forward(x)[0] - before) / 1e-6
-                assert getattr(ascended, kind)[i][at] - array[at] == pytest.approx(slope, rel=1e-3, abs=1e-6)
+                slope = (math.atanh(nudged.forward(x)) - before) / 1e-6
+                assert getattr(ascended, kind)[i][at] - array[at] == pytest.approx(2 * slope, rel=1e-3, abs=1e-6)
 
 
 def test_without_a_bound_it_is_the_base_bit_for_bit(base: BasePolicy) -> None:
     layered = Residual(base, ResidualSettings(bound=0.0))
     rng = np.random.default_rng(1)
-    seen = [observation(rng) for _ in range(50)]
-    layered.reset(0)
+    seen = [observation(rng) for _ in range(200)]
     got = []
     for i, obs in enumerate(seen):
-        layered.feedback(window(emb_margin_ms=1.0, kv_margin_ms=0.1))
+        layered.feedback(measured(100, 0.2))
         got.append(layered.decide(obs, 0.4, i))
     base.reset(0)
     assert got == [base.decide(obs, 0.4, i) for i, obs in enumerate(seen)]
 
 
-def test_it_starts_at_nothing_and_learns_what_the_margins_say_within_its_bound(base: BasePolicy) -> None:
-    rng = np.random.default_rng(1)
-    for emb, kv, sign in ((1.0, 0.1, 1), (0.1, 1.0, -1)):
-        adapter = Residual(base, ResidualSettings(bound=0.05), ALWAYS)
-        offsets = []
-        for i in range(600):
-            target = adapter.decide(observation(rng), 0.5, i)
-            offsets.append(adapter.offset)
-            assert 0.1 <= target <= 0.9
-            adapter.feedback(window(emb_margin_ms=emb, kv_margin_ms=kv, returning=0))
-        acting = [each for each in offsets if each != 0.0]
-        assert abs(offsets[0]) == 0.0
-        assert max(abs(each) for each in offsets) <= 0.05
-        assert sign * np.median(acting[-100:]) > 0.03
-        adapter.reset(0)
-        assert adapter.decide(observation(rng), 0.5, 0) == base.target
+def run(adapter: Residual, intervals: int, seed: int, gain: float) -> list[float]:
+    """Serve intervals in which latency falls with the offset where the load is hot, and rises where it is cold."""
+    rng = np.random.default_rng(seed)
+    offsets = []
+    for i in range(intervals):
+        hot = (i // 200) % 2
+        obs = np.full(SIZE, 0.5, np.float32)
+        obs[0] = hot
+        cost = 0.2 * rng.lognormal(0, 0.5)
+        target = adapter.decide(obs, 0.5, i)
+        assert 0.1 <= target <= 0.9
+        offsets.append(adapter.offset)
+        effect = math.exp(-gain * adapter.offset / 0.05 * (1 if hot else -1))
+        obs[6] = min(0.2 * effect**0.25, 1.0)
+        adapter.feedback(measured(100, cost * effect))
+    return offsets
 
 
-def test_the_base_sees_the_alpha_without_the_offset(base: BasePolicy) -> None:
-    adapter = Residual(base, ResidualSettings(bound=0.05), ALWAYS)
-    rng = np.random.default_rng(1)
-    obs = observation(rng)
-    adapter.decide(obs, 0.5, 0)
-    adapter.offset = 0.03
-    own = obs.copy()
-    own[5] -= np.float32(0.03)
-    target = base.target
-    assert target is not None
-    expected = target + float(np.clip(base.action(own)[0], -1, 1)) * base.step
-    adapter.decide(obs, 0.53, 1)
-    assert base.target == pytest.approx(min(max(expected, 0.1), 0.9), abs=1e-9)
+def test_it_starts_at_nothing_and_stays_within_its_bound(base: BasePolicy) -> None:
+    adapter = Residual(base, ResidualSettings(bound=0.05), TRYING)
+    assert adapter.net.forward(np.ones(SIZE + 1)) == 0.0
+    offsets = np.array(run(adapter, 2_000, 1, 0.3))
+    assert set(np.round(np.unique(offsets), 12)) == {-0.05, 0.0, 0.05}
 
 
-def test_numbers_that_are_none_move_nothing(base: BasePolicy) -> None:
-    adapter = Residual(base, guard=ALWAYS)
-    rng = np.random.default_rng(1)
-    bad = observation(rng)
-    bad[3] = math.nan
-    first = adapter.decide(observation(rng), 0.5, 0)
-    adapter.feedback(window(emb_margin_ms=math.nan, kv_margin_ms=1.0, p99_ms=math.nan))
-    assert math.isfinite(adapter.decide(bad, 0.5, 1))
-    assert abs(adapter.decide(bad, 0.5, 2) - first) <= 0.05 + base.step
-    weights = [each.copy() for each in adapter.net.weights]
-    adapter.feedback(window(emb_margin_ms=0.0, kv_margin_ms=0.0))
-    for one, other in zip(weights, adapter.net.weights, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_steps_are_longer_where_p99_has_left_its_average(base: BasePolicy) -> None:
-    adapter = Residual(base, ResidualSettings(rate_gain=2.0))
-    second = {"start_ns": 0, "end_ns": 1_000_000_000}
-    assert adapter._urgency(window(p99_ms=50.0, **second)) == 1.0
-    assert adapter._urgency(window(p99_ms=100.0, **second)) == pytest.approx(1 + 2 * 1.0)
-    assert adapter._urgency(window(p99_ms=1e6, **second)) == 5.0
-
-
-def test_what_was_learnt_survives_a_restart_only(base: BasePolicy) -> None:
-    adapter = Residual(base, guard=ALWAYS)
-    rng = np.random.default_rng(1)
-    for i in range(100):
-        adapter.decide(observation(rng), 0.5, i)
-        adapter.feedback(window(emb_margin_ms=1.0, kv_margin_ms=0.01))
-    learnt = adapter.net.weights[2].copy()
-    assert np.abs(learnt).max() > 0
+def test_it_learns_which_side_is_better_by_the_load(base: BasePolicy) -> None:
+    adapter = Residual(base, guard=TRYING)
+    run(adapter, 6_000, 1, 0.3)
+    hot, cold = np.full(SIZE, 0.5, np.float32), np.full(SIZE, 0.5, np.float32)
+    hot[0], cold[0] = 1.0, 0.0
+    says = [adapter.net.forward(np.append(base.normalised(each), 0.0).astype(np.float64)) for each in (hot, cold)]
+    assert says[0] > 0.3
+    assert says[1] < -0.3
+    learnt = [each.copy() for each in adapter.net.weights]
     adapter.restart(1)
-    np.testing.assert_array_equal(adapter.net.weights[2], learnt)
+    np.testing.assert_array_equal(adapter.net.weights[2], learnt[2])
     assert base.target is None
     adapter.reset(1)
     assert np.abs(adapter.net.weights[2]).max() == 0
 
 
-@pytest.mark.parametrize(("field", "value"), [("bound", 0.6), ("hidden", 0), ("pull", math.nan), ("balance_hot", 11.0)])
+def test_the_base_sees_the_alpha_without_the_offset(base: BasePolicy) -> None:
+    adapter = Residual(base, guard=TRYING)
+    obs = observation(np.random.default_rng(1))
+    adapter.decide(obs, 0.5, 0)
+    adapter.offset = 0.03
+    own = obs.copy()
+    own[5] -= np.float32(0.03)
+    before = base.target
+    assert before is not None
+    expected = before + float(np.clip(base.action(own)[0], -1, 1)) * base.step
+    adapter.decide(obs, 0.53, 1)
+    assert base.target == pytest.approx(min(max(expected, 0.1), 0.9), abs=1e-9)
+
+
+def test_numbers_that_are_none_change_nothing(base: BasePolicy) -> None:
+    adapter = Residual(base, guard=TRYING)
+    rng = np.random.default_rng(1)
+    bad = observation(rng)
+    bad[3] = math.nan
+    while adapter.guard.mode is not Mode.TRY:
+        adapter.decide(observation(rng), 0.5, 0)
+        adapter.feedback(measured(100, 0.2))
+    adapter.decide(observation(rng), 0.5, 1)
+    offset = adapter.offset
+    assert offset != 0.0
+    assert math.isfinite(adapter.decide(bad, 0.5, 2))
+    assert adapter.offset == offset
+
+
+def test_steps_are_longer_where_p99_has_left_its_average(base: BasePolicy) -> None:
+    adapter = Residual(base, ResidualSettings(rate_gain=2.0))
+    for p99_ms, expected in ((50.0, 1.0), (100.0, 1 + 2 * 1.0), (1e6, 5.0), (math.nan, 5.0)):
+        one = measured(100, 0.2)
+        adapter.feedback(type(one)(**{f: getattr(one, f) for f in one.__slots__} | {"p99_ms": p99_ms}))
+        assert adapter._urgency == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("field", "value"), [("bound", 0.6), ("hidden", 0), ("pull", math.nan)])
 def test_settings_out_of_range_are_named(field: str, value: float) -> None:
     with pytest.raises(UserError, match=f"residual adapter: {field} must be within"):
         ResidualSettings(**{field: value})  # type: ignore[arg-type]

@@ -41,6 +41,9 @@ COMMANDS: dict[str, Command] = {
     "train imitate": Command(
         "training", "train.imitate_reference:main", "fit a start for it to the best schedules found offline"
     ),
+    "train burst": Command(
+        "training", "train.calibrate_burst:main", "set the burst detectors' thresholds and fit the recovery rule"
+    ),
     "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle that can be served"),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),
     "eval ratio-gap": Command(

@@ -113,6 +113,7 @@ def test_the_commands_of_this_release() -> None:
         "trace fit",
         "train base",
         "train imitate",
+        "train burst",
         "export",
         "eval p99",
         "eval ratio-gap",

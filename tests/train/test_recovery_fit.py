@@ -1,0 +1,53 @@
+"""The recovery rule's fit: what is measured of a burst, and which rule is taken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from envs.serving.replay import replay
+from helm_rl.control.burst import BurstSettings
+from helm_rl.control.recovery import Recovery, RecoveryRule
+from helm_rl.control.static import StaticAlpha
+from helm_rl.errors import UserError
+from helm_rl.metrics import p99_ms
+from tests.envs.worlds import QUICK, scenario
+from train.recovery_fit import Bursts, Outcome, best_rule, burst_starts_s, recovering
+
+BURST = {"start_s": 14.0, "seconds": 12.0, "rate": 200.0, "requests_per_visit": 3.0, "label": "burst"}
+
+
+def test_the_best_rule_is_the_one_that_helps_first_and_harms_nothing() -> None:
+    first, second, third = RecoveryRule(0.9, 0.1), RecoveryRule(0.5, 0.5), RecoveryRule(0.3, 0.3)
+    without = Outcome(100.0, 80.0)
+    harmful, good = Outcome(20.0, 81.0), Outcome(60.0, 80.5)
+    assert best_rule({first: harmful, second: good, third: Outcome(90.0, 50.0)}, without) == second
+    # Alike in the first seconds: the whole run decides.
+    assert best_rule({first: good, second: Outcome(60.5, 70.0)}, without) == second
+    assert best_rule({first: harmful, second: Outcome(30.0, 200.0)}, without) == first
+
+
+def test_outcomes_are_those_of_the_replays() -> None:
+    world = scenario(**QUICK, seconds=28.0, load__phase=(BURST,))
+    bursts = Bursts(world, (1, 2), 0.8, 2)
+    assert burst_starts_s(bursts.traces[0]) == [14.0]
+    settings = BurstSettings(least_s=4.0, threshold=10.0)
+    rule = RecoveryRule(0.4, 0.2)
+    done = []
+    makers = [lambda: StaticAlpha(0.8), recovering(lambda: StaticAlpha(0.8), rule, settings, 0.06)]
+    without, with_rule = bursts.outcomes(makers, lambda: done.append(1))
+    assert len(done) == 4
+    first, whole = [], []
+    for trace in bursts.traces:
+        run = replay(world, trace, Recovery(StaticAlpha(0.8), rule, settings), alpha0=0.8)
+        at_s = trace.arrival_ns * 1e-9
+        first.append(run.latency_ms[(at_s >= 14.0) & (at_s < 24.0)])
+        whole.append(run.latency_ms[run.measured])
+        assert run.alpha.min() < 0.5  # it acted
+    assert with_rule == Outcome(p99_ms(np.concatenate(first)), p99_ms(np.concatenate(whole)))
+    assert without != with_rule
+
+
+def test_a_load_without_bursts_is_refused() -> None:
+    with pytest.raises(UserError, match=r"has no \[\[load\.phase\]\]"):
+        Bursts(scenario(**QUICK, seconds=2.0), (1,), 0.5, 1)

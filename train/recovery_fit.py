@@ -1,0 +1,154 @@
+"""The recovery rule of a scenario: the alphas to go to in a burst, found by replays of training draws."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from envs.serving.replay import replay
+from helm_rl.control.burst import BurstSettings
+from helm_rl.control.protocol import Controller
+from helm_rl.control.recovery import Recovery, RecoveryRule
+from helm_rl.control.static import StaticAlpha
+from helm_rl.errors import UserError
+from helm_rl.metrics import p99_ms
+from helm_rl.scenario import Scenario
+from helm_rl.workloads.generate import generate
+from helm_rl.workloads.trace import Trace
+from train.calibration import Advance, calm
+
+FIRST_S = 10.0
+"""Of a burst, whose P99 recovery is to lower."""
+WORSE = 1.01
+"""Times the P99 of the whole run without recovery, that it may be with it."""
+ALIKE = 1.01
+"""Rules whose first seconds are within this factor of the best are told apart by the whole run."""
+COARSE, FINE = 0.2, 0.1
+_STEADY_S = 200.0
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """P99 (ms) over all draws: of requests in the first FIRST_S of bursts, and of all that are measured."""
+
+    first_ms: float
+    whole_ms: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """rule: the fitted one; tried: each rule's outcome; without: that of the controller alone, on the same draws."""
+
+    rule: RecoveryRule
+    tried: dict[RecoveryRule, Outcome]
+    without: Outcome
+
+
+def burst_starts_s(trace: Trace) -> list[float]:
+    """Return when the trace's labelled bursts begin: the phases that add to its base load."""
+    return [phase.start_ns * 1e-9 for phase in trace.meta.phases[1:]]
+
+
+def steady_alpha(scenario: Scenario, seeds: Sequence[int], jobs: int, advance: Advance) -> float:
+    """Return the fixed alpha whose P99 is least on draws of the load without its phases."""
+    quiet = calm(scenario, _STEADY_S)
+    traces = [generate(quiet, seed) for seed in seeds]
+    control = scenario.control
+    alphas = np.round(np.linspace(control.alpha_min, control.alpha_max, 9), 3).tolist()
+
+    def tail_ms(alpha: float) -> float:
+        served = [replay(quiet, trace, StaticAlpha(alpha), alpha0=alpha) for trace in traces]
+        advance()
+        return p99_ms(np.concatenate([one.latency_ms[one.measured] for one in served]))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        tails = list(pool.map(tail_ms, alphas))
+    return float(alphas[int(np.argmin(tails))])
+
+
+class Bursts:
+    """Draws of a scenario with bursts, on which controllers are replayed from one alpha."""
+
+    def __init__(self, scenario: Scenario, seeds: Sequence[int], alpha0: float, jobs: int) -> None:
+        self.scenario, self.alpha0, self.jobs = scenario, alpha0, jobs
+        self.traces = [generate(scenario, seed) for seed in seeds]
+        if not burst_starts_s(self.traces[0]):
+            raise UserError(
+                f"scenario {scenario.name} has no [[load.phase]], so no burst to fit a recovery rule on; leave it out "
+                "with --skip recovery"
+            )
+
+    def outcomes(self, makers: Sequence[Callable[[], Controller]], advance: Advance) -> list[Outcome]:
+        """Replay every draw under a new controller of each maker."""
+        pairs = list(itertools.product(makers, self.traces))
+
+        def one(pair: tuple[Callable[[], Controller], Trace]) -> tuple[Floats, Floats]:
+            make, trace = pair
+            served = replay(self.scenario, trace, make(), alpha0=self.alpha0)
+            first = np.zeros(len(trace), np.bool_)
+            for start_s in burst_starts_s(trace):
+                first |= (trace.arrival_ns >= start_s * 1e9) & (trace.arrival_ns < (start_s + FIRST_S) * 1e9)
+            advance()
+            return served.latency_ms[first], served.latency_ms[served.measured]
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            served = list(pool.map(one, pairs))
+        draws = len(self.traces)
+        groups = [served[k * draws : (k + 1) * draws] for k in range(len(makers))]
+        return [
+            Outcome(p99_ms(np.concatenate([a for a, _ in group])), p99_ms(np.concatenate([b for _, b in group])))
+            for group in groups
+        ]
+
+
+def fit_rule(bursts: Bursts, base: Callable[[], Controller], settings: BurstSettings, advance: Advance) -> Fit:
+    """Seek the rule with the least P99 in the first seconds of bursts, the whole run's not being worse.
+
+    First on a grid of COARSE steps of both alphas, then of FINE ones around the best. Where no rule leaves the whole
+    run's P99 within WORSE of what it is without, the one that harms it least is taken.
+    """
+    control = bursts.scenario.control
+    (without,) = bursts.outcomes([base], advance)
+    tried: dict[RecoveryRule, Outcome] = {}
+
+    def try_all(rules: Sequence[RecoveryRule]) -> None:
+        new = [rule for rule in dict.fromkeys(rules) if rule not in tried]
+        makers = [recovering(base, rule, settings, control.rate_per_s) for rule in new]
+        tried.update(zip(new, bursts.outcomes(makers, advance), strict=True))
+
+    steps = max(1, round((control.alpha_max - control.alpha_min) / COARSE))
+    alphas = np.round(np.linspace(control.alpha_min, control.alpha_max, steps + 1), 3).tolist()
+    try_all([RecoveryRule(cold, hot) for cold in alphas for hot in alphas if hot <= cold])
+    best = best_rule(tried, without)
+
+    def near(alpha: float) -> list[float]:
+        shifted = (alpha - FINE, alpha, alpha + FINE)
+        return [round(min(max(one, control.alpha_min), control.alpha_max), 3) for one in shifted]
+
+    around = itertools.product(near(best.alpha_cold), near(best.alpha_hot))
+    try_all([RecoveryRule(cold, hot) for cold, hot in around if hot <= cold])
+    return Fit(best_rule(tried, without), tried, without)
+
+
+def recovering(
+    base: Callable[[], Controller], rule: RecoveryRule, settings: BurstSettings, rate_per_s: float
+) -> Callable[[], Controller]:
+    """Return a maker of the base controller under recovery."""
+    return lambda: Recovery(base(), rule, settings, rate_per_s=rate_per_s)
+
+
+def best_rule(tried: dict[RecoveryRule, Outcome], without: Outcome) -> RecoveryRule:
+    """Return the best of the rules that were tried, as `fit_rule` says."""
+    allowed = {rule: one for rule, one in tried.items() if one.whole_ms <= WORSE * without.whole_ms}
+    if not allowed:
+        return min(tried, key=lambda rule: tried[rule].whole_ms)
+    least_ms = min(one.first_ms for one in allowed.values())
+    alike = [rule for rule, one in allowed.items() if one.first_ms <= ALIKE * least_ms]
+    return min(alike, key=lambda rule: allowed[rule].whole_ms)

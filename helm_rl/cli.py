@@ -35,7 +35,7 @@ COMMANDS: dict[str, Command] = {
     "trace convert": Command("traces", "helm_rl.workloads.convert:convert", "convert a recorded log to a trace"),
     "trace inspect": Command("traces", "helm_rl.workloads.commands:inspect", "say what is in a trace"),
     "trace fit": Command(
-        "traces", "helm_rl.workloads.commands:fit", "write a scenario whose traces have a trace's statistics"
+        "traces", "helm_rl.workloads.commands:fit", "write a scenario whose traces come near a trace's"
     ),
     "train base": Command("training", "train.ppo_base:main", "train the base policy with PPO"),
     "train imitate": Command(

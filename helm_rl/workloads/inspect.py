@@ -82,6 +82,7 @@ class OverTime:
 
     window_s: float
     start_s: list[float]
+    end_s: float  # of the last window
     rate_per_s: list[float]
     hot_user_ratio: list[float | None]
     history_tokens_mean: list[float | None]
@@ -353,7 +354,8 @@ def _over_time(trace: Trace, hot: npt.NDArray[np.bool_], step_s: float) -> OverT
     # What is left at the end is a window of its own only if it is long enough for a rate: a trace may end on an edge.
     windows = max(1, (end_ns - start_ns + window_ns // 2) // window_ns)
     edges_ns = start_ns + np.arange(windows) * window_ns
-    lengths_s = np.diff(np.append(edges_ns, max(end_ns, start_ns + window_ns // 2))) / 1e9
+    last_ns = max(end_ns, start_ns + window_ns // 2)
+    lengths_s = np.diff(np.append(edges_ns, last_ns)) / 1e9
     bounds = np.append(np.searchsorted(trace.arrival_ns, edges_ns), len(trace)).tolist()
     rate, ratio, mean, items, users, tokens = [], [], [], [], [], []
     for i, (low, high) in enumerate(itertools.pairwise(bounds)):
@@ -366,7 +368,8 @@ def _over_time(trace: Trace, hot: npt.NDArray[np.bool_], step_s: float) -> OverT
         who, latest = np.unique(trace.user[low:high][::-1], return_index=True)
         users.append(int(who.size))
         tokens.append(int(trace.history_tokens[low:high][::-1][latest].sum(dtype=np.int64)))
-    return OverTime(window_ns / 1e9, (edges_ns / 1e9).tolist(), rate, ratio, mean, items, users, tokens)
+    starts_s = (edges_ns / 1e9).tolist()
+    return OverTime(window_ns / 1e9, starts_s, last_ns / 1e9, rate, ratio, mean, items, users, tokens)
 
 
 def _by_rank(references: Int64Array) -> Points:

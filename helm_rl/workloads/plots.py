@@ -14,11 +14,12 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from helm_rl.workloads.inspect import Curve, TraceSummary
+from helm_rl.workloads.inspect import Curve, OverTime, TraceSummary
 from helm_rl.workloads.wording import things
 
 WIDE_IN = 8.0
@@ -83,10 +84,9 @@ def over_time(summary: TraceSummary, narrow: bool) -> Figure:
     """Requests per second, and the hot-user ratio, over time."""
     figure, (above, below) = _two(narrow, shared=True)
     over = summary.over_time
-    time_s = np.array(over.start_s)
-    above.step(time_s, over.rate_per_s, where="post", color=FIRST, linewidth=1.5)
+    _windows(above, over, over.rate_per_s, FIRST)
     above.set_ylabel("requests/s")
-    below.step(time_s, 100 * _numbers(over.hot_user_ratio), where="post", color=FIRST, linewidth=1.5)
+    _windows(below, over, 100 * _numbers(over.hot_user_ratio), FIRST)
     below.set_ylabel("hot users, %")
     _finish_times(summary, above, below)
     return figure
@@ -96,9 +96,9 @@ def working_sets(summary: TraceSummary, narrow: bool) -> Figure:
     """Distinct items, and tokens of the histories of distinct users, in each window."""
     figure, (above, below) = _two(narrow, shared=True)
     over = summary.over_time
-    above.step(over.start_s, over.items, where="post", color=FIRST, linewidth=1.5)
+    _windows(above, over, over.items, FIRST)
     above.set_ylabel(things(summary))
-    below.step(over.start_s, over.history_tokens, where="post", color=SECOND, linewidth=1.5)
+    _windows(below, over, over.history_tokens, SECOND)
     below.set_ylabel("tokens")
     _finish_times(summary, above, below)
     return figure
@@ -135,9 +135,8 @@ def popularity(summary: TraceSummary, narrow: bool) -> Figure:
         label = f"Zipf, exponent {fit.exponent:.2f}" + ("" if fit.fits else " (does not fit)")
         axes.plot(rank, height * weights, color=SECOND, linewidth=1.5, linestyle=(0, (5, 2)), label=label)
         axes.legend()
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    _plain(axes)
+    _scale(axes.xaxis, axes.set_xscale, points.x)
+    _scale(axes.yaxis, axes.set_yscale, points.y)
     return figure
 
 
@@ -151,11 +150,9 @@ def pauses_and_histories(summary: TraceSummary, narrow: bool) -> Figure:
         x, y = np.array(points.x), 100 * np.array(points.y)
         if x.size:
             # A pause of nothing has no place on a logarithmic axis: it stands at its left end.
-            least = x[x > 0].min() if (x > 0).any() else 1.0
-            least = least / 2 if (x == 0).any() else least
-            axes.step(np.maximum(x, least), y, where="post", color=colour, linewidth=1.5)
-            axes.set_xscale("log")
-            _plain(axes)
+            if _scale(axes.xaxis, axes.set_xscale, x[x > 0]) and (x == 0).any():
+                x = np.maximum(x, x[x > 0].min() / 2)
+            axes.step(x, y, where="post", color=colour, linewidth=1.5)
         else:
             _nothing(axes)
         axes.set_ylim(0, 102)
@@ -174,6 +171,11 @@ def _two(narrow: bool, shared: bool) -> tuple[Figure, tuple[Axes, Axes]]:
     return figure, (first, second)
 
 
+def _windows(axes: Axes, over: OverTime, values: Any, colour: str) -> None:
+    """Draw one value for each window, over all of the window, the last one's too."""
+    axes.stairs(values, [*over.start_s, over.end_s], baseline=None, color=colour, linewidth=1.5)
+
+
 def _numbers(values: list[float | None]) -> Any:
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 
@@ -183,7 +185,7 @@ def _finish_times(summary: TraceSummary, above: Axes, below: Axes) -> None:
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(FuncFormatter(_short))
-        axes.set_xlim(summary.start_s, summary.end_s)
+        axes.set_xlim(summary.over_time.start_s[0], summary.over_time.end_s)
         for phase in summary.phases[1:]:
             axes.axvspan(phase.start_s, phase.end_s, color=SHADE, alpha=0.25, linewidth=0)
     for phase in summary.phases[1:]:
@@ -219,20 +221,28 @@ def _miss_ratio(axes: Axes, curve: Curve | None, colour: str) -> None:
             linewidth=0,
         )
     axes.plot(size, ratio, color=colour, linewidth=1.5)
-    axes.set_xscale("log")
-    _plain(axes)
+    _scale(axes.xaxis, axes.set_xscale, size)
 
 
 def _nothing(axes: Axes) -> None:
     axes.annotate("none in this trace", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", color=SOFT)
 
 
-def _plain(axes: Axes) -> None:
-    """Give logarithmic axes plain numbers at their powers of ten."""
-    for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
-        if scale == "log":
-            axis.set_major_formatter(FuncFormatter(_short))
-            axis.set_minor_formatter(NullFormatter())
+def _scale(axis: Axis, set_scale: Callable[[str], None], values: Any) -> bool:
+    """Make an axis logarithmic, and return True, where its values, all above 0, span a decade; plain numbers on it.
+
+    Over less than a decade there may be no power of ten, and so no number at all.
+    """
+    decades = np.log10(np.max(values) / np.min(values)) if len(values) else 0.0
+    if decades >= 1:
+        set_scale("log")
+        axis.set_minor_formatter(NullFormatter())
+        if decades < 2:
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    else:
+        axis.set_major_locator(MaxNLocator(5))
+    axis.set_major_formatter(FuncFormatter(_short))
+    return bool(decades >= 1)
 
 
 def _short(value: float, _: object = None) -> str:

@@ -47,7 +47,11 @@ def rows(summary: TraceSummary) -> Iterator[tuple[str, str]]:
             f"{summary.rate_peak_10s:,.1f}/s over 10 s",
         )
     if summary.clock_step_s > 0:
-        yield "clock", f"steps of {summary.clock_step_s:g} s: windows and pauses that do not suit them are not told"
+        yield (
+            "clock",
+            f"steps of {summary.clock_step_s:g} s: windows and pauses that do not suit them are not told "
+            "(trace convert --spread spreads the requests over their step)",
+        )
     if summary.dispersion:
         windows = ", ".join(f"{value:,.2f} in {window} s" for window, value in summary.dispersion.items())
         yield "dispersion", f"{windows} (variance over mean of requests in a window; 1 for Poisson)"
@@ -141,7 +145,7 @@ def _origin(summary: TraceSummary) -> str:
     """Say what second 0 is on the source's clock: a date, where that counts from 1970 as far as can be told."""
     if summary.origin_ns == 0:
         return ""
-    if 10**18 <= summary.origin_ns < 4 * 10**18:  # 2001 to 2096
+    if 63 * 10**16 <= summary.origin_ns < 4 * 10**18:  # 1989 to 2096
         second, rest_ns = divmod(summary.origin_ns, 10**9)
         date = datetime.datetime.fromtimestamp(second, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
         return f"; 0 is {date}{f'.{rest_ns:09d}'.rstrip('0').rstrip('.')} UTC"

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.patches import StepPatch
 
 from helm_rl import cli
+from helm_rl.workloads import plots
 from helm_rl.workloads.generate import generate, zipf_codes
 from helm_rl.workloads.inspect import TraceSummary, dispersion, summarise
 from helm_rl.workloads.page import render
@@ -108,6 +110,7 @@ def test_a_short_rest_belongs_to_the_window_before_and_a_long_one_is_its_own() -
     times = [*np.arange(0.5, 100), 100.2]
     short = summarise(trace_of(times, list(range(101)), [[1]] * 101, [1] * 101)).over_time
     assert (len(short.rate_per_s), short.rate_per_s[-1]) == (100, pytest.approx(2 / 1.2))
+    assert short.end_s == pytest.approx(100.2)
     times[-1] = 100.8
     long = summarise(trace_of(times, list(range(101)), [[1]] * 101, [1] * 101)).over_time
     assert (len(long.rate_per_s), long.rate_per_s[-1]) == (101, pytest.approx(1 / 0.8))
@@ -131,6 +134,30 @@ def test_windows_and_pauses_suit_a_clock_of_seconds() -> None:
     said = dict(rows(coarse))
     assert said["pauses"] == "of one user's requests: 0 to 10 s: 100.0%"  # no empty classes
     assert "steps of 3 s" in said["clock"]
+    assert "--spread" in said["clock"]
+
+
+def test_the_last_window_is_drawn_as_wide_as_it_is() -> None:
+    """Of a clock of seconds the last one lasts until the next, though the trace ends as it begins."""
+    found = summarise(trace_of(np.repeat(np.arange(40), 10).tolist(), list(range(400)), [[1]] * 400, [1] * 400))
+    above, below = plots.over_time(found, narrow=True).axes
+    assert above.get_xlim() == below.get_xlim() == (0, 40)
+    (drawn,) = above.patches
+    assert isinstance(drawn, StepPatch)
+    assert drawn.get_data().edges.tolist() == list(range(41))
+    assert drawn.get_data().values.tolist() == found.over_time.rate_per_s
+
+
+@pytest.mark.parametrize("longest", [45, 59, 250, 2900, 30])
+def test_every_axis_has_numbers_however_little_it_spans(longest: int) -> None:
+    found = summarise(trace_of([0, 30, 30 + longest], [0, 0, 0], [[1], [2], [2]], [11, 12, 13]))
+    for draw in (plots.pauses_and_histories, plots.popularity, plots.miss_ratios):
+        figure = draw(found, True)
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+                shown = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+                assert sum(bool(tick.label1.get_text()) for tick in shown) >= 2, (draw, axis.axis_name, low, high)
 
 
 def test_requests_of_one_instant_have_no_rate() -> None:
@@ -183,6 +210,8 @@ def test_rare_requests_and_origins_are_told_in_digits() -> None:
     assert "4,318 of them without a request" in dict(rows(found))["segments"]
     dated = replace(found, origin_ns=1_700_158_546_680_590_000)
     assert dict(rows(dated))["span"].endswith("0 is 2023-11-16 18:15:46.68059 UTC")
+    early = dict(rows(replace(found, origin_ns=874_724_710 * SECOND)))["span"]  # MovieLens 100K's first
+    assert early.endswith("0 is 1997-09-20 03:05:10 UTC")
     assert dict(rows(replace(found, origin_ns=82 * SECOND)))["span"].endswith("0 is 82 s on the source's clock")
 
 

@@ -27,8 +27,14 @@ atheris.Fuzz()
 
 def main(arguments: list[str]) -> int:
     """Fuzz each reader for so many seconds (default 120); return the exit status."""
-    seconds = float(arguments[0]) if arguments else 120.0
+    try:
+        seconds = float(arguments[0]) if arguments else 120.0
+    except ValueError:
+        seconds = 0.0
     names = arguments[1:] or list(SEEDS)
+    if not 0 < seconds < float("inf") or not set(names) <= set(SEEDS):
+        print(f"usage: python -m fuzz [SECONDS] [READER ...], readers: {', '.join(SEEDS)}", file=sys.stderr)
+        return 2
     found = importlib.util.find_spec("atheris") is not None
     print("with atheris" if found else "atheris is not installed (pip install -e '.[fuzz]'): by mutations alone")
     failed = 0

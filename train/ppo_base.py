@@ -121,7 +121,7 @@ class Args:
     trace: tuple[Path, ...] = ()
     """Traces (.parquet) to train on, served as the one scenario says; without any they are generated."""
     paired: bool = True
-    """Take from each reward what a static split of .5 earned on the same arrivals."""
+    """Take from each reward what a static split of .5 earned on the same arrivals; not with --no-paired."""
     signals: Literal["all", "seven"] = "all"
     """What the policy reads of the observation: all, or only the first seven, as the paper's does."""
     env_id: str = NODE_ENV
@@ -149,7 +149,7 @@ class Args:
     learning_rate: float = 1e-3
     """Step size of the Adam optimiser."""
     anneal_lr: bool = True
-    """Lower the learning rate linearly to zero over the training."""
+    """Lower the learning rate linearly to zero over the training; not with --no-anneal-lr."""
     gamma: float | None = None
     """Discount per step; if not given, exp(-interval / 60 s) of each scenario's interval, and .99 elsewhere."""
     gae_lambda: float = 0.95
@@ -159,7 +159,7 @@ class Args:
     update_epochs: int = 8
     """Passes over the data of one iteration."""
     norm_adv: bool = True
-    """Bring the advantages of a minibatch to mean 0 and deviation 1."""
+    """Bring the advantages of a minibatch to mean 0 and deviation 1; not with --no-norm-adv."""
     clip_coef: float = 0.2
     """How far the probability ratio may move before the gradient stops."""
     ent_coef: float = 0.0

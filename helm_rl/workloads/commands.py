@@ -21,11 +21,10 @@ from helm_rl.scenario import Load, load_scenario
 from helm_rl.workloads.generate import generate as generate_trace
 from helm_rl.workloads.inspect import TraceSummary, summarise
 from helm_rl.workloads.trace import Trace
-from helm_rl.workloads.wording import TextTable, history_rows, rate_in_words, rows, tables
+from helm_rl.workloads.wording import TextTable, history_rows, rows, tables, written
 
 _WIDTH = 118  # columns where stdout is no terminal
 
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _SAID = tyro.conf.arg(help_behavior_hint="")  # the help's text tells the default better than "None" does
 
 
@@ -47,7 +46,7 @@ class GenerateArgs:
     """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     seed: Annotated[int | None, _SAID] = None
     """Seed of the draw; another seed gives other arrivals of the same load (default: the scenario's)."""
-    overwrite: Switch = False
+    overwrite: bool = False
     """Replace an output that exists."""
 
 
@@ -67,7 +66,7 @@ class InspectArgs:
     """Write the numbers here, for machines."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Write a page with plots here: one file that loads nothing, to forward or to keep."""
-    overwrite: Switch = False
+    overwrite: bool = False
     """Replace a --json or --html file that exists."""
 
 
@@ -90,7 +89,7 @@ class FitArgs:
     """Name of the scenario (default: the output's, without .toml)."""
     slo_ms: float = 100.0
     """SLO of the scenario, ms: a trace tells nothing about it."""
-    overwrite: Switch = False
+    overwrite: bool = False
     """Replace an output that exists."""
 
 
@@ -169,11 +168,7 @@ def _laid_out(text: TextTable) -> Table:
 def _save(trace: Trace, path: Path, overwrite: bool) -> None:
     with _working(f"writing {path.name}"):
         trace.save(path, overwrite)
-    seconds = (trace.end_ns - trace.meta.phases[0].start_ns) / 1e9
-    print(
-        f"{printable(str(path))}: {len(trace):,} requests in {seconds:,.1f} s, {rate_in_words(len(trace) / seconds)}; "
-        f"{path.stat().st_size / 2**20:,.1f} MiB"
-    )
+    print(written(path, len(trace), trace.end_ns - trace.meta.phases[0].start_ns))
 
 
 @contextmanager

@@ -15,14 +15,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from helm_rl.errors import UserError, printable
 from helm_rl.files import atomic_file, check_outputs, ended_by_signals
-from helm_rl.workloads.inspect import LEAST_SPAN_NS
 from helm_rl.workloads.readers import ReadOptions, convert_log, parse_mapping
 from helm_rl.workloads.readers.joined import join
 from helm_rl.workloads.readers.mapping import Requests
 from helm_rl.workloads.trace import Ids, TraceMeta, TraceWriter
-from helm_rl.workloads.wording import rate_in_words
+from helm_rl.workloads.wording import written
 
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _SAID = tyro.conf.arg(help_behavior_hint="")  # the help's text tells the default better than "None" does
 _LOG = tyro.conf.arg(metavar="LOG [LOG ...]", help_behavior_hint="(required)")
 
@@ -73,7 +71,7 @@ class ConvertArgs:
     """Items there are where a log has none."""
     speed_up: float = 1.0
     """Divide all times by this: 2 makes twice the load, .5 half of it."""
-    spread: Switch = False
+    spread: bool = False
     """Spread arrivals that were recorded in coarse steps evenly over their step."""
     seed: int = 1
     """Seed of all that is drawn."""
@@ -85,9 +83,9 @@ class ConvertArgs:
     """Leave out what the log has from this many seconds after its first row on."""
     block_tokens: Annotated[int | None, _SAID] = None
     """Tokens of a content block (default: 512 in a Mooncake log, 16 in a Qwen-Bailian log)."""
-    strict: Switch = False
+    strict: bool = False
     """Take any row that would be left out as an error."""
-    overwrite: Switch = False
+    overwrite: bool = False
     """Replace an output that exists."""
 
 
@@ -142,12 +140,7 @@ def _convert(args: ConvertArgs) -> None:
             meta, requests = write_joined(args.input, args.format, alone, with_log, other, args.output)
         else:
             meta, requests = write_trace(args.input, args.format, options, args.output)
-    seconds = (meta.phases[0].end_ns - meta.phases[0].start_ns) / 1e9
-    rate = f", {rate_in_words(requests / seconds)}" if seconds >= LEAST_SPAN_NS / 1e9 else ""
-    print(
-        f"{printable(str(args.output))}: {requests:,} requests in {seconds:,.1f} s{rate}; "
-        f"{args.output.stat().st_size / 2**20:,.1f} MiB"
-    )
+    print(written(args.output, requests, meta.phases[0].end_ns - meta.phases[0].start_ns))
     for step in meta.steps:
         print(f"  {printable(step)}")
     for reason, count in meta.dropped.items():

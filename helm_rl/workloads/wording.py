@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
-from helm_rl.workloads.inspect import Distribution, TraceSummary
+from helm_rl.errors import printable
+from helm_rl.workloads.inspect import LEAST_SPAN_NS, Distribution, TraceSummary
 from helm_rl.workloads.popularity import LEAST_COUNT, ZipfFit
 from helm_rl.workloads.trace import MOST_SEGMENTS
 
@@ -112,6 +114,14 @@ def rate_in_words(per_s: float) -> str:
         if per_s * unit_s >= 1 or per_s == 0:
             return f"{per_s * unit_s:,.1f}/{unit}"
     return f"{per_s * 3600:,.2g}/h" if per_s * 3600 < 1 else f"{per_s * 3600:,.1f}/h"
+
+
+def written(path: Path, requests: int, span_ns: int) -> str:
+    """Say what was written to `path`: a trace of so many requests over that time."""
+    seconds = span_ns / 1e9
+    rate = f", {rate_in_words(requests / seconds)}" if span_ns >= LEAST_SPAN_NS else ""
+    size_mib = path.stat().st_size / 2**20
+    return f"{printable(str(path))}: {requests:,} requests in {seconds:,.1f} s{rate}; {size_mib:,.1f} MiB"
 
 
 def curves_in_words(summary: TraceSummary) -> str:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from fuzz.__main__ import main
 from fuzz.mutate import fuzz, mutated
 from fuzz.targets import SEEDS, target
 from helm_rl.errors import UserError
@@ -47,3 +48,9 @@ def test_mutations_are_seeded() -> None:
     first, second = (mutated(random.Random(3), SEEDS["any"]) for _ in range(2))
     assert first == second
     assert first not in SEEDS["any"]
+
+
+@pytest.mark.parametrize("arguments", [["soon"], ["0"], ["nan"], ["2", "no-reader"]])
+def test_wrong_arguments_show_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("usage: python -m fuzz [SECONDS] [READER ...], readers: any, kuairand")

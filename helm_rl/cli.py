@@ -42,7 +42,7 @@ COMMANDS: dict[str, Command] = {
         "training", "train.imitate_reference:main", "fit a start for it to the best schedules found offline"
     ),
     "train burst": Command(
-        "training", "train.calibrate_burst:main", "set the burst detectors' thresholds and fit the recovery rule"
+        "training", "train.calibrate_burst:main", "set the burst detectors' thresholds, fit the recovery rule"
     ),
     "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle that can be served"),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),
@@ -195,11 +195,34 @@ def load(name: str) -> tuple[Callable[[Any], None], type]:
 
 def _run(name: str, arguments: list[str]) -> None:
     function, arguments_class = load(name)
+    _join_lines_of_help(arguments_class)
 
     import tyro
 
     config = (tyro.conf.FlagCreatePairsOff,)  # --overwrite, and no --no-overwrite beside it
     function(tyro.cli(arguments_class, prog=f"{PROGRAM} {name}", args=arguments, config=config))
+
+
+def _join_lines_of_help(arguments_class: type) -> None:
+    """Give each option the text under its field as one paragraph: tyro would end its lines where the source does."""
+    import ast
+    import inspect
+    import itertools
+    import textwrap
+    import typing
+
+    import tyro
+
+    texts = {}
+    for kind in arguments_class.__mro__[-2::-1]:  # a class's own fields after those of the classes it extends
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        for field, text in itertools.pairwise(typing.cast(ast.ClassDef, body).body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    hints = typing.get_type_hints(arguments_class, include_extras=True)
+    for option, help in texts.items():
+        hints[option] = typing.Annotated[hints[option], tyro.conf.arg(help=help)]
+    arguments_class.__annotations__ = hints
 
 
 def _refuse_foreign_folders() -> None:

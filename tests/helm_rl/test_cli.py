@@ -180,6 +180,19 @@ def test_every_command_of_the_table_is_there_and_explains_itself(name: str, caps
     assert shown.startswith(f"usage: helm-rl {name} ")
 
 
+def test_the_help_of_an_option_is_one_paragraph(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for command, text in {
+        "trace convert": "Units of time: s, ms, us, ns, iso, auto. user=uid:text takes ids as text",  # over two lines
+        "eval p99": "KV first, EMB first, hill climbing. (default: False)",  # of a class that it extends
+    }.items():
+        with pytest.raises(SystemExit):
+            cli.main([*command.split(), "--help"])
+        assert text in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_option_of_every_command_is_explained(name: str) -> None:
     _, arguments_class = cli.load(name)

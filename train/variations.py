@@ -6,17 +6,20 @@ import math
 
 import numpy as np
 
+from helm_rl.errors import UserError
 from helm_rl.profiles.hardware import HARDWARE, link_gb_s, resolve_hardware
 from helm_rl.profiles.model import resolve_model
 from helm_rl.scenario import LoadSection, Scenario, at_load
 
 PROFILES = ("a100-80g", "h100", "l20")
-"""Hardware that is drawn. The other profiles are never trained on: what a policy does there is new to it."""
+"""Hardware that is drawn, of what the model fits on. The others are never trained on: what a policy does there is new."""
 INTERVALS_S = (0.5, 1.0, 2.0, 5.0)
 LINK_FACTOR = 2.0
 HISTORY_FACTOR = 1.6
 ZIPF_SPREAD = 0.15
 POOL_FACTORS = (0.7, 1.2)
+LEAST_ROOM_GIB = 1.0
+"""What a device must have beside the model's weights."""
 LOADS = (0.6, 1.0)
 """Shares of the given scenario's load, brought to what the drawn hardware, link and histories can take."""
 
@@ -27,12 +30,21 @@ def vary(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     Of the hardware's profile, the interval, link and histories (log-uniform within a factor of LINK_FACTOR and
     HISTORY_FACTOR), the exponent of the items' popularity, the pool and the load each is drawn by itself. The rates are
     scaled by what a request without any hit takes of link and accelerator, so that the load is about as hard as before.
+
+    Raises UserError if the model fits on none of PROFILES.
     """
     load, hardware = scenario.load, scenario.hardware
     history = {} if load.history_quantiles else {"history_mean": _history(load, rng)}
     zipf = max(0.0, load.zipf_items + rng.uniform(-ZIPF_SPREAD, ZIPF_SPREAD))
-    profile = PROFILES[rng.integers(len(PROFILES))]
-    room_gib = HARDWARE[profile].hbm_gib - resolve_model(scenario.model).weight_bytes / 2**30
+    weight_gib = resolve_model(scenario.model).weight_bytes / 2**30
+    profiles = [name for name in PROFILES if HARDWARE[name].hbm_gib - weight_gib >= LEAST_ROOM_GIB]
+    if not profiles:
+        raise UserError(
+            f"scenario {scenario.name}: the weights of its model take {weight_gib:.0f} GiB, which none of the hardware "
+            f"has that variations are drawn on ({', '.join(PROFILES)}); train without --variations"
+        )
+    profile = profiles[rng.integers(len(profiles))]
+    room_gib = HARDWARE[profile].hbm_gib - weight_gib
     changed = scenario.model_copy(
         update={
             "load": load.model_copy(update={"zipf_items": round(zipf, 4), **history}),

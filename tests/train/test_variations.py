@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from helm_rl.errors import UserError
 from helm_rl.profiles.hardware import check_fits, resolve_hardware
 from helm_rl.profiles.model import resolve_model
 from helm_rl.scenario import Scenario, load_scenario, scenario_hash
@@ -48,3 +49,21 @@ def test_the_load_is_no_harder_than_the_given_one(name: str) -> None:
         # Base and phases stay in proportion.
         for old, new in zip(scenario.load.phase, each.load.phase, strict=True):
             assert new.rate / each.load.rate == pytest.approx(old.rate / scenario.load.rate)
+
+
+def decoder(layers: int) -> Scenario:
+    """A large decoder with ffn 28672 and d_model 8192, .8e9 parameters a layer, on the largest device."""
+    given = load_scenario("burst").model_dump()
+    given["hardware"]["profile"] = "b200"
+    sizes = {"d_model": 8192, "heads": 64, "kv_heads": 8, "head_dim": 128, "ffn": 28672}
+    given["model"] = {"architecture": "decoder", "layers": layers, **sizes}
+    return Scenario.model_validate(given)
+
+
+def test_a_model_is_only_put_on_hardware_that_it_fits_on() -> None:
+    found = variations([decoder(36)], 20, seed=1)
+    assert {each.hardware.profile for each in found} == {"a100-80g", "h100"}
+    for each in found:
+        check_fits(resolve_model(each.model), resolve_hardware(each.hardware), each.hardware)
+    with pytest.raises(UserError, match=r"take 12\d GiB, which none of the hardware has .*a100-80g, h100, l20"):
+        variations([decoder(80)], 1, seed=1)

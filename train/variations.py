@@ -12,7 +12,7 @@ from helm_rl.profiles.model import resolve_model
 from helm_rl.scenario import LoadSection, Scenario, at_load
 
 PROFILES = ("a100-80g", "h100", "l20")
-"""Hardware that is drawn, of what the model fits on. The others are never trained on: what a policy does there is new."""
+"""Hardware that is drawn, where the model fits. The others are never trained on: what a policy does there is new."""
 INTERVALS_S = (0.5, 1.0, 2.0, 5.0)
 LINK_FACTOR = 2.0
 HISTORY_FACTOR = 1.6

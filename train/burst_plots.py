@@ -117,7 +117,7 @@ def firings_plot(firings: Firings) -> Figure:
             around.plot(firings.around_s, np.median(firings.around, axis=0), color=INK, linewidth=1.6, label="median")
             around.legend()
         around.axvline(0.0, color=OURS, linewidth=0.8)
-        around.set(xlabel="seconds from a firing", ylabel="arrivals over those of the minute before")
+        around.set(xlabel="seconds from a firing", ylabel="arrivals / the minute before")
     return figure
 
 

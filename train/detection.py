@@ -260,7 +260,7 @@ class Load:
                 return _cusum_alarms(self.calm, gain, loss, nats)
 
             _cusum_delays(before, bursts, gain, loss, bisect(cusum, 0.5, 500.0, most), self._delays)
-            found.append(self._taken(f"CUSUM x{tuned:.2f}"))
+            found.append(self._taken(f"CUSUM {tuned:.2f}"))
         for width_s in (1.0, 0.5):
             width = max(1, round(width_s / self.tick_s))
 
@@ -269,7 +269,7 @@ class Load:
 
             high = 20.0 * (mean * width + 10.0)
             _window_delays(before, bursts, width, bisect(counted, mean * width, high, most, 14), self._delays)
-            found.append(self._taken(f"requests of {width_s:g} s"))
+            found.append(self._taken(f"count {width_s:g} s"))
         return max(found, key=lambda one: (one.within, -one.quantile_s(0.95)))
 
     def _taken(self, test: str) -> Found:

@@ -64,6 +64,7 @@ N_COUNTS = 10
 
 UNSET = -(1 << 62)
 
+_LEAST_TICK_S, _MOST_TICK_S = 1e-4, 10.0  # a detector holds the ticks of its windows
 _BLOCK_S = 1.0
 _BLOCK_MEMORY = 5.0  # times the rate's: a variance takes more to know than a mean
 _PRIOR_BLOCKS, _PRIOR_DISPERSION = 4, 2.0  # what the dispersion is taken for at first
@@ -109,7 +110,11 @@ class BurstSettings:
     normal_after_s: float = 300.0
 
     def __post_init__(self) -> None:
-        positive = ("tick_s", "threshold", "memory_s", "p99_sigmas", "p99_memory_s", "calm_s", "p99_hold_s")
+        if not _LEAST_TICK_S <= self.tick_s <= _MOST_TICK_S:
+            raise UserError(
+                f"burst detector: tick_s must be from {_LEAST_TICK_S:g} to {_MOST_TICK_S:g}, not {self.tick_s!r}"
+            )
+        positive = ("threshold", "memory_s", "p99_sigmas", "p99_memory_s", "calm_s", "p99_hold_s")
         for name in (*positive, "normal_after_s"):
             value = getattr(self, name)
             if not 0.0 < value < math.inf:

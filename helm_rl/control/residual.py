@@ -133,6 +133,10 @@ class Residual:
         self._odds = 0.0
         self._inputs: list[npt.NDArray[np.float64]] = []
 
+    def resume(self, applied_alpha: float) -> None:
+        """Go on after something else has steered, from what is applied by then; what was learnt stays."""
+        self.restart(0)
+
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
         """Return the base's target and the offset together, within the bundle's bounds.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -12,19 +14,16 @@ from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
 from helm_rl.metrics import p99_ms
 from tests.envs.worlds import QUICK, scenario
+from train.detection import NEVER
 from train.recovery_fit import Bursts, Outcome, best_rule, burst_starts_s, recovering
 
 BURST = {"start_s": 14.0, "seconds": 12.0, "rate": 200.0, "requests_per_visit": 3.0, "label": "burst"}
 
 
-def test_the_best_rule_is_the_one_that_helps_first_and_harms_nothing() -> None:
+def test_the_best_rule_is_the_one_for_the_whole_run_and_then_for_the_first_seconds() -> None:
     first, second, third = RecoveryRule(0.9, 0.1), RecoveryRule(0.5, 0.5), RecoveryRule(0.3, 0.3)
-    without = Outcome(100.0, 80.0)
-    harmful, good = Outcome(20.0, 81.0), Outcome(60.0, 80.5)
-    assert best_rule({first: harmful, second: good, third: Outcome(90.0, 50.0)}, without) == second
-    # Alike in the first seconds: the whole run decides.
-    assert best_rule({first: good, second: Outcome(60.5, 70.0)}, without) == second
-    assert best_rule({first: harmful, second: Outcome(30.0, 200.0)}, without) == first
+    assert best_rule({first: Outcome(20.0, 103.0), second: Outcome(70.0, 100.0), third: Outcome(60.0, 101.5)}) == third
+    assert best_rule({first: Outcome(20.0, 101.0), second: Outcome(70.0, 100.0)}) == first
 
 
 def test_outcomes_are_those_of_the_replays() -> None:
@@ -46,6 +45,10 @@ def test_outcomes_are_those_of_the_replays() -> None:
         assert run.alpha.min() < 0.5  # it acted
     assert with_rule == Outcome(p99_ms(np.concatenate(first)), p99_ms(np.concatenate(whole)))
     assert without != with_rule
+    found = bursts.found_after_s(settings)
+    assert len(found) == 2
+    assert max(found) < 1.5
+    assert bursts.found_after_s(BurstSettings(threshold=NEVER)) == [math.inf] * 2
 
 
 def test_a_load_without_bursts_is_refused() -> None:

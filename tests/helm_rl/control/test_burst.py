@@ -230,7 +230,15 @@ def test_whatever_comes_the_score_is_a_number_and_a_burst_is_found_where_it_reac
 
 
 @pytest.mark.parametrize(
-    "changes", [{"factor": 1.0}, {"threshold": 0.0}, {"tick_s": math.nan}, {"least_s": -1.0}, {"p99_hold_s": math.inf}]
+    "changes",
+    [
+        {"factor": 1.0},
+        {"threshold": 0.0},
+        {"tick_s": math.nan},
+        {"tick_s": 1e-9},
+        {"least_s": -1.0},
+        {"p99_hold_s": math.inf},
+    ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, float]) -> None:
     with pytest.raises(UserError, match=f"burst detector: {next(iter(changes))}"):

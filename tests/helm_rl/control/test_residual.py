@@ -11,6 +11,7 @@ import pytest
 
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.guard import GuardSettings, Mode
+from helm_rl.control.protocol import Resuming
 from helm_rl.control.residual import Residual, ResidualNet, ResidualSettings
 from helm_rl.errors import UserError
 from helm_rl.observation import SIZE
@@ -96,6 +97,13 @@ def test_it_learns_which_side_is_better_by_the_load(base: BasePolicy) -> None:
     adapter.restart(1)
     np.testing.assert_array_equal(adapter.net.weights[2], learnt[2])
     assert base.target is None
+    # As after a burst that recovery has steered through.
+    run(adapter, 5, 2, 0.3)
+    learnt = [each.copy() for each in adapter.net.weights]
+    assert isinstance(adapter, Resuming)
+    adapter.resume(0.31)
+    np.testing.assert_array_equal(adapter.net.weights[2], learnt[2])
+    assert (base.target, adapter.offset) == (None, 0.0)
     adapter.reset(1)
     assert np.abs(adapter.net.weights[2]).max() == 0
 

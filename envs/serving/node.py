@@ -340,7 +340,7 @@ class NodeSim:
             return self.end_window(until_ns)
         detector.sums[burst.PEAK] = 0.0
         until_ns = packed.run_watched(self.packed, self.now_ns, until_ns, detector, stop, seen)
-        return replace(self.end_window(until_ns), burst_score=float(detector.sums[burst.PEAK]))
+        return self.end_window(until_ns, float(detector.sums[burst.PEAK]))
 
     def start_window(self, until_ns: int) -> None:
         """Begin to measure anew; the window will end at `until_ns`."""
@@ -353,8 +353,8 @@ class NodeSim:
         node.kv_ghost.hits[:] *= decay
         self._ghost_requests *= decay
 
-    def end_window(self, until_ns: int) -> WindowStats:
-        """Return what was measured since `start_window`."""
+    def end_window(self, until_ns: int, burst_score: float = 0.0) -> WindowStats:
+        """Return what was measured since `start_window`; burst_score: what a detector made of it."""
         node, queue = self.state, self.state.queue
         start_ns, self.now_ns = self.now_ns, until_ns
         w, q, sums = node.window, queue.measured.window, queue.sums
@@ -394,6 +394,7 @@ class NodeSim:
             kv_margin_ms=0.01 * _slope(kv_hits, 1.0 - self.alpha) * kv_ms,
             fetched_bytes=float(w[loop.FETCHED]),
             refilled_bytes=float(w[loop.REFILLED]),
+            burst_score=burst_score,
             emb_saved_ms=_curve(emb_hits, emb_ms),
             kv_saved_ms=_curve(kv_hits, kv_ms),
         )

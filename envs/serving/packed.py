@@ -105,12 +105,16 @@ def run_watched(
         counts[burst.TICK_END_NS] = now_ns + tick_ns
         sums[burst.PARTIAL] = 0.0
     i = clocks[loop.NEXT_REQUEST]
+    completed, p99_ms = -1.0, math.nan
     while True:
         coming = i < arrival_ns.size and arrival_ns[i] < until_ns
         now_ns = arrival_ns[i] if coming else until_ns
         while counts[burst.TICK_END_NS] <= now_ns:
             end_ns = counts[burst.TICK_END_NS]
-            p99_ms = latency.sketch_p99_ms(measured) if measured.tail[latency.SUM] >= _P99_REQUESTS else math.nan
+            if measured.window[latency.COMPLETED] != completed:
+                completed = measured.window[latency.COMPLETED]
+                if measured.tail[latency.SUM] >= _P99_REQUESTS:
+                    p99_ms = latency.sketch_p99_ms(measured)
             tick = counts[burst.TICKS]
             if tick < seen.shape[0]:
                 seen[tick, 0] = sums[burst.PARTIAL]

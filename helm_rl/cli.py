@@ -44,6 +44,9 @@ COMMANDS: dict[str, Command] = {
     "train burst": Command(
         "training", "train.calibrate_burst:main", "set the burst detectors' thresholds, fit the recovery rule"
     ),
+    "train residual": Command(
+        "training", "train.fit_residual:main", "let the residual adapter learn on a service new to the policy"
+    ),
     "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle that can be served"),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),
     "eval ratio-gap": Command(

@@ -60,9 +60,16 @@ def vary(scenario: Scenario, rng: np.random.Generator) -> Scenario:
             ),
         }
     )
-    before, after = _cold_ms(scenario), _cold_ms(changed)
-    easier = min(old / new for old, new in zip(before, after, strict=True) if new > 0)
-    return at_load(changed, easier * rng.uniform(*LOADS))
+    return at_load(as_hard(changed, scenario), rng.uniform(*LOADS))
+
+
+def as_hard(changed: Scenario, before: Scenario) -> Scenario:
+    """Return `changed`, which has the rates of `before`, with rates that keep neither resource busier than they did.
+
+    Busy with requests of which nothing is cached: what caches save is not the same, so that it is only about as hard.
+    """
+    times = zip(_cold_ms(before), _cold_ms(changed), strict=True)
+    return at_load(changed, min(old / new for old, new in times if new > 0))
 
 
 def variations(scenarios: list[Scenario], count: int, seed: int) -> list[Scenario]:

@@ -114,6 +114,7 @@ def test_the_commands_of_this_release() -> None:
         "train base",
         "train imitate",
         "train burst",
+        "train residual",
         "export",
         "eval p99",
         "eval ratio-gap",

@@ -1,0 +1,306 @@
+"""The residual adapter at work: it learns online, on a service that the base policy was not trained for.
+
+    helm-rl train residual --policy bundle --scenario shifted.toml
+
+The service is simulated, and what the adapter is told is what a service would tell it. Draws of arrivals follow each
+other while it learns; then the base alone and the base with the adapter, which goes on learning, serve arrivals that
+neither has seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+import tyro
+from rich.table import Table
+
+from eval.command import console
+from eval.comparison import SEEDS_FROM
+from eval.segments import Run
+from eval.statistics import Floats, standard_error
+from eval.sweep import Sweep, Work, sweep_adaptively, working
+from helm_rl.control.base import BasePolicy
+from helm_rl.control.protocol import Controller, FloatArray
+from helm_rl.control.residual import Residual, ResidualSettings
+from helm_rl.errors import UserError
+from helm_rl.figures import Figure, write_figures
+from helm_rl.files import check_outputs
+from helm_rl.metrics import WindowStats, p99_ms
+from helm_rl.profiles.hardware import HARDWARE
+from helm_rl.scenario import Load, Scenario, load_scenario
+from train.variations import as_hard
+
+if TYPE_CHECKING:
+    from envs.serving.replay import Replay
+    from helm_rl.workloads.trace import Trace
+
+FALSE_COST = 0.1
+"""Mean tail cost that false feedback tells of."""
+STEP = 0.04
+"""Spacing of the statics behind alpha*."""
+
+STUDENT_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
+"""One-sided 95 % points of Student's t for 1, 2, ... degrees of freedom; the last serves for more."""
+
+Feedback = Literal["true", "constant", "random", "inverted"]
+
+
+@dataclass
+class Args:
+    """Let the residual adapter learn on a service, and hold the base policy with it against the base policy alone.
+
+    The gap is the mean distance of alpha to the best one of each segment, settled; both serve the same arrivals.
+
+    Figures written by --json: residual.gap.{base, adapted}, residual.gap_ratio (adapted over base),
+    residual.p99_ms.{base, adapted}, residual.p99_ratio, residual.p99_ratio_upper (one-sided 95 % over the draws),
+    residual.learning_p99_ratio (while it learns), residual.tripped (times that the guard made it rest).
+    """
+
+    policy: Path
+    """Bundle folder of the base policy."""
+    scenario: str = "trend"
+    """What serves under which load: a shipped scenario (the README lists them) or a TOML file."""
+    load: Load = "limit"
+    """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
+    hardware: str | None = None
+    """Another hardware profile than the scenario's; with this and the next two the rates change with what a request
+    takes, so that the load is about as hard."""
+    link_gb_s: float | None = None
+    """Another speed of the link to the embedding tables, in GB/s."""
+    zipf_items: float | None = None
+    """Another exponent of the items' popularity."""
+    intervals: int = 3_000
+    """Intervals of learning, at least, in whole draws of arrivals."""
+    draws: int = 5
+    """Draws of arrivals after that, on which both are measured."""
+    seed: int = 1
+    """Number of the first draw, and seed of what the adapter draws."""
+    bound: float = ResidualSettings.bound
+    """Most that the adapter moves the target, in alpha."""
+    learning_rate: float = ResidualSettings.learning_rate
+    """Step of the adapter's gradient ascent."""
+    feedback: Feedback = "true"
+    """What the adapter is told: what was measured, always the same, dice, or the contrary; the observation is true."""
+    jobs: int = 2
+    """Replays at a time; one core each."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the figures here."""
+    overwrite: bool = False
+    """Replace --json if it exists."""
+
+
+class Kept:
+    """A controller whose reset, at the start of each replay, keeps what it has learnt; its feedback may be false."""
+
+    def __init__(self, adapter: Residual, feedback: Feedback, seed: int) -> None:
+        self.adapter = adapter
+        self._feedback = feedback
+        self._rng = np.random.default_rng([seed, 0xFEED])
+        self._usual = np.nan  # cost of a request of late, about which it is inverted
+
+    def reset(self, seed: int) -> None:
+        """Begin another replay."""
+        self.adapter.restart(seed)
+
+    def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
+        """Return the adapter's target."""
+        return self.adapter.decide(observation, applied_alpha, now_ns)
+
+    def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
+        """Never ask for a decision out of turn."""
+        return False
+
+    def feedback(self, window: WindowStats) -> None:
+        """Pass on what was measured, or what takes its place."""
+        if window.completed == 0 or self._feedback == "true":
+            self.adapter.feedback(window)
+            return
+        cost = window.tail_cost_sum / window.completed
+        if np.isnan(self._usual):
+            self._usual = cost
+        match self._feedback:
+            case "constant":
+                told = FALSE_COST
+            case "random":
+                told = FALSE_COST * float(self._rng.lognormal())
+            case "inverted":
+                told = self._usual**2 / cost
+        self._usual *= (cost / self._usual) ** 0.01
+        self.adapter.feedback(dataclasses.replace(window, tail_cost_sum=told * window.completed))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One set of arrivals, served by the base alone and with the adapter; best: alpha* of each segment."""
+
+    swept: Sweep
+    base: Run
+    adapted: Run
+
+    def gap(self, run: Run) -> float:
+        """Return the mean |alpha - alpha*| over the settled halves of all segments."""
+        apart = []
+        for span, curve in zip(self.swept.part.spans, self.swept.settled, strict=True):
+            inside = (run.time_s > span.middle_ns / 1e9) & (run.time_s <= span.end_ns / 1e9)
+            apart.append(np.abs(run.alpha[inside] - curve.best))
+        return float(np.concatenate(apart).mean())
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured; learning: P99 with the adapter over that of the base alone, for each draw it learnt on."""
+
+    scenario: Scenario
+    learning: list[float]
+    draws: list[Draw]
+    tripped: int
+    proven: bool
+    seconds: float
+
+    @property
+    def p99_ratios(self) -> Floats:
+        """P99 with the adapter over that of the base alone, of each draw."""
+        return np.array([draw.adapted.p99_ms / draw.base.p99_ms for draw in self.draws])
+
+    def figures(self) -> dict[str, Figure]:
+        """Return the figures that `Args` lists."""
+        base = float(np.mean([draw.gap(draw.base) for draw in self.draws]))
+        adapted = float(np.mean([draw.gap(draw.adapted) for draw in self.draws]))
+        ratios = np.log(self.p99_ratios)
+        student = STUDENT_95[min(len(ratios) - 1, len(STUDENT_95)) - 1] if len(ratios) > 1 else float("nan")
+        upper = float(np.exp(ratios.mean() + student * standard_error(ratios)))
+        return {
+            "residual.gap.base": Figure(base, "alpha", "lower"),
+            "residual.gap.adapted": Figure(adapted, "alpha", "lower"),
+            "residual.gap_ratio": Figure(adapted / base if base else float("nan"), "ratio", "lower", 0.75),
+            "residual.p99_ms.base": Figure(float(np.mean([draw.base.p99_ms for draw in self.draws])), "ms", "lower"),
+            "residual.p99_ms.adapted": Figure(float(np.mean([d.adapted.p99_ms for d in self.draws])), "ms", "lower"),
+            "residual.p99_ratio": Figure(float(np.exp(ratios.mean())), "ratio", "lower"),
+            "residual.p99_ratio_upper": Figure(upper, "ratio", "lower", 1.03),
+            "residual.learning_p99_ratio": Figure(float(np.exp(np.mean(np.log(self.learning)))), "ratio", "lower"),
+            "residual.tripped": Figure(float(self.tripped), "times", "lower"),
+        }
+
+
+def main(args: Args) -> None:
+    """Let it learn, measure, print the table and write the figures."""
+    check_args(args)
+    check_outputs(args.overwrite, (args.policy, args.scenario), json=args.json)
+    scenario = service(args)
+    base = BasePolicy.load(args.policy, scenario.control.interval_s)
+    for name in ("alpha_min", "alpha_max"):
+        trained, asked = getattr(base.config.bounds, name), getattr(scenario.control, name)
+        if trained != asked:
+            raise UserError(f"{args.policy}: bounds.{name} is {trained:g}, and scenario {scenario.name} has {asked:g}")
+    with working(args.jobs) as work:
+        result = measure(scenario, base, args, work)
+    out = console()
+    out.print(table(result, args))
+    if args.json is not None:
+        write_figures(args.json, result.figures())
+
+
+def check_args(args: Args) -> None:
+    """Raise UserError naming the first argument that is out of range."""
+    for name, least in (("intervals", 1), ("draws", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if args.hardware is not None and args.hardware not in HARDWARE:
+        raise UserError(f"--hardware: {args.hardware!r} is unknown; known: {', '.join(sorted(HARDWARE))}")
+    for name, most in (("link_gb_s", 10_000.0), ("zipf_items", 10.0)):
+        value = getattr(args, name)
+        if value is not None and not 0.0 < value <= most:
+            raise UserError(f"--{name.replace('_', '-')} must be above 0 and at most {most:g}, got {value:g}")
+    settings(args)
+
+
+def settings(args: Args) -> ResidualSettings:
+    """Return the adapter's settings."""
+    return ResidualSettings(bound=args.bound, learning_rate=args.learning_rate)
+
+
+def service(args: Args) -> Scenario:
+    """Return what serves: the scenario, shifted as the arguments say."""
+    from helm_rl.profiles.hardware import check_fits, resolve_hardware
+    from helm_rl.profiles.model import resolve_model
+
+    scenario = load_scenario(args.scenario, args.load)
+    hardware = {"profile": args.hardware, "link_gb_s": args.link_gb_s}
+    load = {"zipf_items": args.zipf_items}
+    shifted = scenario.model_copy(
+        update={
+            "hardware": scenario.hardware.model_copy(update={k: v for k, v in hardware.items() if v is not None}),
+            "load": scenario.load.model_copy(update={k: v for k, v in load.items() if v is not None}),
+        }
+    )
+    if shifted == scenario:
+        return scenario
+    check_fits(resolve_model(shifted.model), resolve_hardware(shifted.hardware), shifted.hardware)
+    return as_hard(shifted, scenario)
+
+
+def measure(scenario: Scenario, base: BasePolicy, args: Args, work: Work) -> Result:
+    """Learn on draws that training has, then serve draws that evaluations have."""
+    from envs.serving.replay import replay
+    from envs.training_traces import SEEDS_FROM as TRAINING_SEEDS_FROM
+    from helm_rl.workloads.generate import generate
+
+    begun = time.perf_counter()
+    twin = BasePolicy.load(args.policy, scenario.control.interval_s)
+    adapter = Residual(base, settings(args))
+    adapter.reset(args.seed)
+    kept = Kept(adapter, args.feedback, args.seed)
+    half = min(max(0.5, scenario.control.alpha_min), scenario.control.alpha_max)
+    learning, intervals, draw = [], 0, 0
+    while intervals < args.intervals:
+        trace = generate(scenario, seed=TRAINING_SEEDS_FROM + args.seed + draw)
+        draw += 1
+        work.describe(f"learning: {intervals:,} of {args.intervals:,} intervals")
+        work.plan(2)
+
+        def serve(controller: Controller, trace: Trace = trace) -> Replay:
+            found = replay(scenario, trace, controller, alpha0=half)
+            work.advance()
+            return found
+
+        both: list[Controller] = [kept, twin]
+        served = work.map(serve, both)
+        tails = [p99_ms(each.latency_ms[each.measured]) for each in served]
+        learning.append(tails[0] / tails[1])
+        intervals += len(served[0].windows)
+    draws = []
+    for index in range(args.draws):
+        trace = generate(scenario, seed=SEEDS_FROM + args.seed + index)
+        work.describe(f"measuring: arrivals {index + 1} of {args.draws}")
+        swept = sweep_adaptively(scenario, trace, work, STEP)
+        alone, adapted = work.run(scenario, trace, swept.part, [(twin, half, 0), (kept, half, 0)])
+        draws.append(Draw(swept, alone, adapted))
+    return Result(scenario, learning, draws, adapter.guard.tripped, adapter.guard.proven, time.perf_counter() - begun)
+
+
+def table(result: Result, args: Args) -> Table:
+    """Return the base alone and with the adapter side by side."""
+    figures = {name: figure.value for name, figure in result.figures().items()}
+    state = "it may act" if result.proven else "its guard keeps it still" if result.tripped else "it is on probation"
+    title = (
+        f"{result.scenario.name}: base policy with a residual adapter that learnt for {args.intervals:,} intervals "
+        f"from {args.feedback} feedback; {state}"
+    )
+    found = Table(title=title, title_justify="left")
+    found.add_column("controller")
+    for heading in ("distance of alpha to the best, settled", "P99 ms"):
+        found.add_column(heading, justify="right")
+    for name, key in (("base", "base"), ("base + residual", "adapted")):
+        found.add_row(name, f"{figures[f'residual.gap.{key}']:.4f}", f"{figures[f'residual.p99_ms.{key}']:.1f}")
+    found.add_row(
+        "ratio",
+        f"{figures['residual.gap_ratio']:.3f}",
+        f"{figures['residual.p99_ratio']:.3f} (at most {figures['residual.p99_ratio_upper']:.3f}, 95 % one-sided)",
+    )
+    found.add_row("while it learnt", "", f"{figures['residual.learning_p99_ratio']:.3f}")
+    return found

@@ -45,7 +45,7 @@ COMMANDS: dict[str, Command] = {
         "training", "train.calibrate_burst:main", "set the burst detectors' thresholds, fit the recovery rule"
     ),
     "train residual": Command(
-        "training", "train.fit_residual:main", "let the residual adapter learn on a service new to the policy"
+        "training", "train.fit_residual:main", "let the residual adapter learn on a service new to it"
     ),
     "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle that can be served"),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),

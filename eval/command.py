@@ -27,7 +27,7 @@ from eval.comparison import (
 )
 from eval.peers import PEERS, peer_contestants
 from eval.reference import EFFORT
-from eval.sweep import STEP, ReplayFunction, alpha_grid, working
+from eval.sweep import STEP, ReplayFunction, alpha_grid, check_jobs, working
 from helm_rl.checkpoint import POLICY_FILE
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
@@ -88,8 +88,7 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
     check_draws(args.seed, seeds)
     if args.trace is not None and seeds != 1:
         raise UserError(f"--seeds {seeds}: a recorded trace is one set of arrivals; leave --seeds out with --trace")
-    if args.jobs < 1:
-        raise UserError(f"--jobs must be at least 1, got {args.jobs}")
+    check_jobs(args.jobs)
     alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, args.step)
     inputs = (args.scenario, args.trace, *args.policy)
     check_outputs(args.overwrite, inputs, json=args.json, report=args.report)

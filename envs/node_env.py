@@ -32,7 +32,7 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
     `control.rate_per_s`. The target stays within [alpha_min, alpha_max]; alpha follows it within the migration budget.
 
     ## Reward
-    -mean((latency / SLO)^4) * interval_s - move_cost * |alpha moved| over the interval (less in overload: see
+    -ln(1 + mean((latency / SLO)^4) / .25) * interval_s - move_cost * |alpha moved| over the interval (see
     `envs.training_traces.reward`), minus (with `paired`) the same of a static .5 on the same arrivals.
 
     ## Start

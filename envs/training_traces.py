@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ SEEDS_FROM = 1 << 32
 """Generated training traces have seeds from here on; evaluations use smaller ones, so the two never share arrivals."""
 
 REFERENCE_ALPHA = 0.5
+TAIL_SCALE = 0.25
+"""Mean tail cost from which its log counts, about what it is where P99 is the SLO."""
 
 
 class TrainingTraces:
@@ -101,14 +104,22 @@ def is_cluster(scenario: Scenario) -> bool:
 
 
 def reward(window: WindowStats, scenario: Scenario, moved: float) -> float:
-    """Return -(mean tail cost) * interval_s - move_cost * moved.
+    """Return -ln(1 + mean tail cost / TAIL_SCALE) * interval_s - move_cost * moved.
 
     The tail cost of a request is (latency / SLO)^4, less than that in overload (`latency.tail_cost`); the mean is over
     the requests that completed in the window, 0 without any. moved: of alpha. Times the interval, so that a return does
     not depend on how often decisions fall.
     """
-    cost = window.tail_cost_sum / max(window.completed, 1)
-    return -cost * scenario.control.interval_s - scenario.reward.move_cost * abs(moved)
+    return -tail_loss(window) * scenario.control.interval_s - scenario.reward.move_cost * abs(moved)
+
+
+def tail_loss(window: WindowStats) -> float:
+    """Return ln(1 + mean tail cost / TAIL_SCALE): the mean itself where it is small, and its log in overload.
+
+    An episode may begin in an overload that no action could have spared it; without the log, that would drown what
+    actions do.
+    """
+    return math.log1p(window.tail_cost_sum / max(window.completed, 1) / TAIL_SCALE)
 
 
 def cluster_reward(window: ClusterWindow, scenario: Scenario, moved: npt.NDArray[np.floating]) -> float:

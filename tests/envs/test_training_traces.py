@@ -28,7 +28,7 @@ def test_reward_by_hand() -> None:
     small = scenario(reward={"move_cost": 0.5})
     costs = [0.2**4, 0.9**4, 1.5**4, 16 * (1 + math.log(15)), 16 * (1 + math.log(SHED_FACTOR / 2))]
     served = window(completed=5, tail_cost_sum=sum(tail_cost(ratio) for ratio in (0.2, 0.9, 1.5, 30.0, SHED_FACTOR)))
-    expected = -0.5 * sum(costs) / 5  # an interval of .5 s
+    expected = -0.5 * math.log1p(sum(costs) / 5 / 0.25)  # an interval of .5 s
     assert reward(served, small, 0.0) == pytest.approx(expected)
     assert reward(served, small, -0.1) == pytest.approx(expected - 0.05)
     assert reward(served, small, 0.1) == pytest.approx(expected - 0.05)

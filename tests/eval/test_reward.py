@@ -59,7 +59,8 @@ def test_candidates_by_hand() -> None:
         "power_8": -(0.5**8 + 1 + 256) / 3,
         "log_power": -math.log((0.5**4 + 1 + 16) / 3) / 4,
         "demand": -0.02,
-        "tail_cost": -2.0,
+        "power_4": -(0.5**4 + 1 + 16) / 3,
+        "ours": -math.log1p(2.0 / 0.25),
     }
     for name, value in expected.items():
         assert CANDIDATES[name][1](seen, latency_ms, 100.0) == pytest.approx(value), name

@@ -18,7 +18,7 @@ import numpy as np
 from eval.reference import SEGMENTS, Effort, Reference, best_known, reference, segment_optimum
 from eval.segments import LEAST_SEGMENT_REQUESTS, Gap, Run, gap
 from eval.statistics import Floats, bootstrap_interval, interquartile_mean, standard_error
-from eval.sweep import STEP, Curve, Sweep, Work, pooled_curve, sweep_adaptively
+from eval.sweep import STEP, Curve, Sweep, Work, half_of, pooled_curve, sweep_adaptively
 from helm_rl.control.protocol import Controller
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure
@@ -276,7 +276,7 @@ def compare(
         deployable, basis = float("nan"), "least P99 on the first quarter of the recorded arrivals"
         pattern = trace.meta.name
 
-    half = min(max(0.5, scenario.control.alpha_min), scenario.control.alpha_max)
+    half = half_of(scenario)
     results = []
     rows: tuple[Row, ...] = ()
     notes: list[str] = []

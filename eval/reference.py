@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from eval.segments import Measured, Run
 from eval.statistics import Floats
-from eval.sweep import Sweep, Work, alpha_grid
+from eval.sweep import Sweep, Work, alpha_grid, sweep_adaptively
 from helm_rl.control.schedule import ScheduledAlpha
 from helm_rl.metrics import p99_ms
 
@@ -128,6 +128,21 @@ def best_known(trace: Trace, swept: Sweep, optimum: Run) -> Reference:
     start_ns = min(int(trace.arrival_ns[0]), swept.part.start_ns)
     schedule = ScheduledAlpha([start_ns], [hindsight])
     return Reference(schedule, hindsight, best, f"static_{hindsight:g}", None, (), 0.0, 0.0)
+
+
+def best_schedule(scenario: Scenario, trace: Trace, work: Work, step: float, effort: Effort | None = None) -> Reference:
+    """Sweep the statics, replay the per-segment optimum, and return the best of both, or of a search too.
+
+    Arguments:
+        step: spacing of alpha around the minima of the sweep.
+        effort: of the search for a better schedule; None: there is no search.
+    """
+    swept = sweep_adaptively(scenario, trace, work, step)
+    schedule = segment_optimum(trace, swept)
+    (optimum,) = work.run(scenario, trace, swept.part, [(schedule, float(schedule.alphas[0]), 0)])
+    if effort is None:
+        return best_known(trace, swept, optimum)
+    return reference(scenario, trace, swept, optimum, work, effort)
 
 
 def reference(

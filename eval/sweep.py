@@ -249,6 +249,11 @@ def sweep_adaptively(
         runs = _replay_statics(scenario, trace, part, missing, runs, work)
 
 
+def half_of(scenario: Scenario) -> float:
+    """Return an alpha of .5, or as near to it as the scenario's bounds allow."""
+    return min(max(0.5, scenario.control.alpha_min), scenario.control.alpha_max)
+
+
 def alpha_grid(alpha_min: float, alpha_max: float, step: float) -> list[float]:
     """Multiples of `step` from alpha_min up, and alpha_max; UserError if the step is not within .005 to .2."""
     if not 0.005 <= step <= 0.2:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -378,7 +378,7 @@ def save(
         false_alarm_s=args.false_alarm_s,
         measured={name: value for name, value in measured.items() if math.isfinite(value)},
     )
-    save_detector(args.output, Detector(replace(settings), rule, origin))
+    save_detector(args.output, Detector(settings, rule, origin))
 
 
 def plot(folder: Path, cells: list[Cell], roc: list[Cell], fired: list[Firings], recovered: Recovered | None) -> None:

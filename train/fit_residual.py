@@ -21,9 +21,9 @@ from rich.table import Table
 
 from eval.command import console
 from eval.comparison import SEEDS_FROM
-from eval.segments import Run
+from eval.segments import Run, gap
 from eval.statistics import Floats, standard_error
-from eval.sweep import Sweep, Work, sweep_adaptively, working
+from eval.sweep import Sweep, Work, half_of, sweep_adaptively, working
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.protocol import Controller, FloatArray
 from helm_rl.control.residual import Residual, ResidualSettings
@@ -144,11 +144,9 @@ class Draw:
 
     def gap(self, run: Run) -> float:
         """Return the mean |alpha - alpha*| over the settled halves of all segments."""
-        apart = []
-        for span, curve in zip(self.swept.part.spans, self.swept.settled, strict=True):
-            inside = (run.time_s > span.middle_ns / 1e9) & (run.time_s <= span.end_ns / 1e9)
-            apart.append(np.abs(run.alpha[inside] - curve.best))
-        return float(np.concatenate(apart).mean())
+        settled = [(span.middle_ns, span.end_ns) for span in self.swept.part.spans]
+        curves = self.swept.settled
+        return gap(run, settled, [curve.best for curve in curves], [curve.flat for curve in curves]).ratio
 
 
 @dataclass(frozen=True)
@@ -255,7 +253,7 @@ def measure(scenario: Scenario, base: BasePolicy, args: Args, work: Work) -> Res
     adapter = Residual(base, settings(args))
     adapter.reset(args.seed)
     kept = Kept(adapter, args.feedback, args.seed)
-    half = min(max(0.5, scenario.control.alpha_min), scenario.control.alpha_max)
+    half = half_of(scenario)
     learning, intervals, draw = [], 0, 0
     while intervals < args.intervals:
         trace = generate(scenario, seed=TRAINING_SEEDS_FROM + args.seed + draw)

@@ -110,7 +110,7 @@ def main(args: Args) -> None:
         if scenario.hardware.nodes != 1 or scenario.event:
             raise UserError(f"scenario {scenario.name}: schedules are sought for one node without events")
     with working(args.jobs) as work:
-        examples = find_examples(args, work)
+        examples = find_examples(args, scenarios, work)
     generator = torch.Generator().manual_seed(args.seed)
     net = ActorCritic(SIZE, 1, generator=generator)
     console = Console(stderr=True)
@@ -141,26 +141,18 @@ def check_args(args: Args) -> None:
         raise UserError(f"--learning-rate must be above 0 and at most 1, not {args.learning_rate}")
 
 
-def find_examples(args: Args, work: Work) -> list[Example]:
+def find_examples(args: Args, scenarios: Sequence[Scenario], work: Work) -> list[Example]:
     """Return the best schedule known on each set of training arrivals."""
     from envs.training_traces import TrainingTraces
-    from eval.reference import EFFORT, best_known, reference, segment_optimum
-    from eval.sweep import sweep_adaptively
+    from eval.reference import EFFORT, best_schedule
 
-    effort = dataclasses.replace(EFFORT, replays=float(args.replays))
+    effort = dataclasses.replace(EFFORT, replays=float(args.replays)) if args.replays else None
     found = []
-    for scenario in load_scenarios(args.scenario, args.load):
+    for scenario in scenarios:
         traces = TrainingTraces(scenario, count=args.draws, seed=args.seed)
         for index in range(args.draws):
             work.describe(f"{scenario.name}, arrivals {index + 1} of {args.draws}: the best schedule")
-            trace = traces.trace(index)
-            swept = sweep_adaptively(scenario, trace, work, STEP)
-            schedule = segment_optimum(trace, swept)
-            (optimum,) = work.run(scenario, trace, swept.part, [(schedule, float(schedule.alphas[0]), 0)])
-            if args.replays:
-                best = reference(scenario, trace, swept, optimum, work, effort)
-            else:
-                best = best_known(trace, swept, optimum)
+            best = best_schedule(scenario, traces.trace(index), work, STEP, effort)
             found.append(Example(traces, index, best.schedule))
     return found
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.reference import best_known, segment_optimum
-from eval.sweep import Work, sweep_adaptively
+from eval.reference import best_schedule
+from eval.sweep import Work, half_of
 from helm_rl import __version__
 from helm_rl.checkpoint import Bundle, BundleConfig, EnvironmentSection, NetworkSection, Tensors, TrainingSection
 from helm_rl.control.base import BasePolicy
@@ -47,10 +47,9 @@ def hold_out(scenarios: Sequence[Scenario], draws: int) -> list[Held]:
     """Draw `draws` sets of arrivals for each scenario; a policy starts at .5, or as near to it as the bounds allow."""
     held = []
     for scenario in scenarios:
-        half = min(max(0.5, scenario.control.alpha_min), scenario.control.alpha_max)
         for draw in range(draws):
             name = scenario.name if draws == 1 else f"{scenario.name}-{draw + 1}"
-            held.append(Held(name, scenario, generate(scenario, seed=SEEDS_FROM + draw), half))
+            held.append(Held(name, scenario, generate(scenario, seed=SEEDS_FROM + draw), half_of(scenario)))
     return held
 
 
@@ -63,11 +62,7 @@ def find_references(held: Sequence[Held], work: Work) -> dict[str, float]:
     found = {}
     for each in held:
         work.describe(f"held-out arrivals of {each.name}: the best schedule")
-        swept = sweep_adaptively(each.scenario, each.trace, work, STEP)
-        schedule = segment_optimum(each.trace, swept)
-        starts = [(schedule, float(schedule.alphas[0]), 0)]
-        (optimum,) = work.run(each.scenario, each.trace, swept.part, starts)
-        found[each.name] = best_known(each.trace, swept, optimum).p99_ms
+        found[each.name] = best_schedule(each.scenario, each.trace, work, STEP).p99_ms
     return found
 
 

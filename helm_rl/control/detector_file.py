@@ -42,14 +42,12 @@ class _Rule(_Section):
 class Origin(_Section):
     """What a detector was calibrated on.
 
-    scenario: its name, and the sha256 (hex) of its fields; trace_hash: of recorded arrivals that took the place of its
-    load, None: the scenario's own load was drawn; false_alarm_s: the mean time between false alarms that was asked for;
-    measured: what was measured, by the names of the figures.
+    scenario: its name, and the sha256 (hex) of its fields; false_alarm_s: the mean time between false alarms that was
+    asked for; measured: what was measured, by the names of the figures.
     """
 
     scenario: str
     scenario_hash: str
-    trace_hash: str | None = None
     false_alarm_s: float = Field(gt=0)
     measured: dict[str, float]
     helm_rl_version: str = __version__

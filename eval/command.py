@@ -28,7 +28,7 @@ from eval.comparison import (
 from eval.peers import PEERS, peer_contestants
 from eval.reference import EFFORT
 from eval.sweep import STEP, ReplayFunction, alpha_grid, check_jobs, working
-from helm_rl.checkpoint import POLICY_FILE
+from helm_rl.checkpoint import POLICY_FILE, Bundle, load_bundle
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
@@ -131,26 +131,33 @@ def policy_contestants(paths: Sequence[Path], scenario: Scenario) -> list[Contes
 
 def policy_contestant(path: Path, scenario: Scenario) -> Contestant:
     """Load a bundle and check that it can control this scenario; UserError says why not."""
-    policy = BasePolicy.load(path, scenario.control.interval_s)
-    bounds, control = policy.config.bounds, scenario.control
+    bundle = fitting_bundle(path, scenario)
+    interval_s = scenario.control.interval_s
+    training, environment = bundle.config.training, bundle.config.environment
+    where = ", ".join(source.name for source in environment.scenarios) or environment.env_id
+    return Contestant(
+        POLICY,
+        "policy",
+        f"the bundle, frozen; it starts at the deployable static's alpha, {interval_s:g} s between decisions",
+        lambda: BasePolicy.of(bundle, interval_s),
+        origin=f"trained on {where} for {training.steps:,} steps, seed {training.seed}; weights sha256 "
+        f"{bundle.config.files[POLICY_FILE]}",
+        trained_on=tuple(source.sha256 for source in environment.traces),
+    )
+
+
+def fitting_bundle(path: Path, scenario: Scenario) -> Bundle:
+    """Load a bundle; UserError unless its policy was trained for the scenario's interval and bounds of alpha."""
+    bundle = load_bundle(path)
+    BasePolicy.of(bundle, scenario.control.interval_s)
     for name in ("alpha_min", "alpha_max"):
-        trained, asked = getattr(bounds, name), getattr(control, name)
+        trained, asked = getattr(bundle.config.bounds, name), getattr(scenario.control, name)
         if abs(trained - asked) > 1e-9:
             raise UserError(
                 f"{path}/config.json: bounds.{name} is {trained:g}, and scenario {scenario.name} has "
                 f"control.{name} = {asked:g}; a policy controls what it was trained for"
             )
-    training, environment = policy.config.training, policy.config.environment
-    where = ", ".join(source.name for source in environment.scenarios) or environment.env_id
-    return Contestant(
-        POLICY,
-        "policy",
-        f"the bundle, frozen; it starts at the deployable static's alpha, {control.interval_s:g} s between decisions",
-        lambda: BasePolicy.load(path, control.interval_s),
-        origin=f"trained on {where} for {training.steps:,} steps, seed {training.seed}; weights sha256 "
-        f"{policy.config.files[POLICY_FILE]}",
-        trained_on=tuple(source.sha256 for source in environment.traces),
-    )
+    return bundle
 
 
 def console() -> Console:

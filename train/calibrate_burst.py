@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from envs.training_traces import SEEDS_FROM, is_cluster
+from eval.command import fitting_bundle
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.burst import BurstSettings, look_at_all, new_burst_state
 from helm_rl.control.detector_file import Detector, Origin, save_detector
@@ -191,7 +192,7 @@ def check(args: Args) -> tuple[Scenario, list[tuple[str, Trace]]]:
     inputs = (args.scenario, args.policy, *args.logs)
     check_outputs(args.overwrite, inputs, output=args.output, json=args.json, **plots)
     if args.policy is not None:
-        BasePolicy.load(args.policy)
+        fitting_bundle(args.policy, scenario)
     return scenario, [(name, Trace.load(path)) for name, path in zip(names, args.logs, strict=True)]
 
 
@@ -287,30 +288,28 @@ def curves(args: Args, settings: BurstSettings, plan: Callable[[int], Advance]) 
 def fit_recovery(args: Args, scenario: Scenario, thresholds: Thresholds, plan: Callable[[int], Advance]) -> Recovered:
     """Fit the rule above the policy, or the static, and replay it on draws of its own."""
     draws = 1 if args.quick else args.draws
-    base = base_maker(args.policy, thresholds.alpha)
+    base = base_maker(args.policy, scenario, thresholds.alpha)
     settings = thresholds.settings
 
     def bursts(first: int) -> Bursts:
         return Bursts(scenario, range(first, first + draws), thresholds.alpha, args.jobs)
 
-    class Steps:
-        """Counts replays that nobody knows beforehand."""
+    def advance() -> None:
+        plan(1)()  # how many replays there will be nobody knows beforehand
 
-        def __call__(self) -> None:
-            plan(1)()
-
-    fit = fit_rule(bursts(_FIT), base, settings, Steps())
+    fit = fit_rule(bursts(_FIT), base, settings, advance)
     makers = [recovering(base, fit.rule, settings, scenario.control.rate_per_s), base]
     others = bursts(_FIT_HELD_OUT)
-    with_rule, without = others.outcomes(makers, Steps())
+    with_rule, without = others.outcomes(makers, advance)
     return Recovered(fit, with_rule, without, float(np.median(others.found_after_s(settings))))
 
 
-def base_maker(policy: Path | None, alpha: float) -> Callable[[], Controller]:
+def base_maker(policy: Path | None, scenario: Scenario, alpha: float) -> Callable[[], Controller]:
     """Return a maker of the controller below recovery."""
     if policy is None:
         return lambda: StaticAlpha(alpha)
-    return lambda: BasePolicy.load(policy)
+    bundle = fitting_bundle(policy, scenario)
+    return lambda: BasePolicy.of(bundle, scenario.control.interval_s)
 
 
 def figures_of(

@@ -19,11 +19,12 @@ import numpy as np
 import tyro
 from rich.table import Table
 
-from eval.command import console
+from eval.command import console, fitting_bundle
 from eval.comparison import SEEDS_FROM
 from eval.segments import Run, gap
 from eval.statistics import Floats, standard_error
 from eval.sweep import Sweep, Work, half_of, sweep_adaptively, working
+from helm_rl.checkpoint import Bundle
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.protocol import Controller, FloatArray
 from helm_rl.control.residual import Residual, ResidualSettings
@@ -190,13 +191,9 @@ def main(args: Args) -> None:
     check_args(args)
     check_outputs(args.overwrite, (args.policy, args.scenario), json=args.json)
     scenario = service(args)
-    base = BasePolicy.load(args.policy, scenario.control.interval_s)
-    for name in ("alpha_min", "alpha_max"):
-        trained, asked = getattr(base.config.bounds, name), getattr(scenario.control, name)
-        if trained != asked:
-            raise UserError(f"{args.policy}: bounds.{name} is {trained:g}, and scenario {scenario.name} has {asked:g}")
+    bundle = fitting_bundle(args.policy, scenario)
     with working(args.jobs) as work:
-        result = measure(scenario, base, args, work)
+        result = measure(scenario, bundle, args, work)
     out = console()
     out.print(table(result, args))
     if args.json is not None:
@@ -242,14 +239,14 @@ def service(args: Args) -> Scenario:
     return as_hard(shifted, scenario)
 
 
-def measure(scenario: Scenario, base: BasePolicy, args: Args, work: Work) -> Result:
+def measure(scenario: Scenario, bundle: Bundle, args: Args, work: Work) -> Result:
     """Learn on draws that training has, then serve draws that evaluations have."""
     from envs.serving.replay import replay
     from envs.training_traces import SEEDS_FROM as TRAINING_SEEDS_FROM
     from helm_rl.workloads.generate import generate
 
     begun = time.perf_counter()
-    twin = BasePolicy.load(args.policy, scenario.control.interval_s)
+    twin, base = (BasePolicy.of(bundle, scenario.control.interval_s) for _ in range(2))
     adapter = Residual(base, settings(args))
     adapter.reset(args.seed)
     kept = Kept(adapter, args.feedback, args.seed)

@@ -955,7 +955,8 @@ def learn(
             # Looking at held-out arrivals: the best policy so far is kept, and without any gain for long it is over
             last = iteration == num_iterations
             if validation is not None and (iteration % args.validate_every == 0 or last):
-                regrets = validation.regrets(policy_of(net), network_section(action_size), environment)
+                assert environment.bounds is not None
+                regrets = validation.regrets(policy_of(net), network_section(action_size), environment.bounds)
                 found = with_look(found, iteration, regrets)
                 if found.best == iteration:
                     best = policy_of(net)

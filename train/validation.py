@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from eval.reference import best_schedule
 from eval.sweep import Work, half_of
-from helm_rl import __version__
-from helm_rl.checkpoint import Bundle, BundleConfig, EnvironmentSection, NetworkSection, Tensors, TrainingSection
+from helm_rl.checkpoint import BoundsSection, NetworkSection, Tensors
 from helm_rl.control.base import BasePolicy
 from helm_rl.metrics import p99_ms
 from helm_rl.scenario import Scenario
@@ -20,17 +18,6 @@ SEEDS_FROM = 4_000_000
 """Validation draws its arrivals from here up: training has seeds from 2**32, evaluations and the map smaller ones."""
 STEP = 0.05
 """Spacing of the statics that a policy is held against while it trains; evaluations look closer."""
-_NOT_YET = TrainingSection(
-    arguments={},
-    commands=[],
-    seed=0,
-    iterations=0,
-    steps=0,
-    episodes=0,
-    seconds=0.0,
-    statistics={},
-    helm_rl_version=__version__,
-)
 
 
 @dataclass(frozen=True)
@@ -74,27 +61,16 @@ class Validation:
     reference_ms: dict[str, float]
     work: Work
 
-    def regrets(self, policy: Tensors, network: NetworkSection, environment: EnvironmentSection) -> dict[str, float]:
+    def regrets(self, policy: Tensors, network: NetworkSection, bounds: BoundsSection) -> dict[str, float]:
         """Return P99 of the policy, without noise and frozen, over the best schedule's, less 1, by name.
 
         Args:
             policy: Tensors of its actor and normaliser, as a bundle has them.
-            network, environment: What they belong to.
+            network, bounds: What they belong to.
         """
-        assert environment.observation is not None
-        assert environment.bounds is not None
-        config = BundleConfig(
-            network=network,
-            observation=environment.observation,
-            bounds=environment.bounds,
-            environment=environment,
-            training=_NOT_YET,
-            files={},
-        )
-        bundle = Bundle(Path("the policy in training"), config, policy)
 
         def one(held: Held) -> float:
-            controller = BasePolicy(bundle, held.scenario.control.interval_s)
+            controller = BasePolicy(policy, network, bounds, held.scenario.control.interval_s)
             reached_ms = p99_ms(self.work.measured_ms(held.scenario, held.trace, controller, held.alpha0))
             return reached_ms / self.reference_ms[held.name] - 1.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from helm_rl.checkpoint import Bundle, load_bundle
+from helm_rl.checkpoint import BoundsSection, Bundle, NetworkSection, Tensors, load_bundle
 from helm_rl.control.protocol import FloatArray
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
@@ -20,39 +20,52 @@ class BasePolicy:
     the bundle's [alpha_min, alpha_max].
 
     Args:
-        bundle: A checked bundle; `BasePolicy.load` reads one from a folder.
+        tensors: Of its actor and normaliser, as a bundle has them; `BasePolicy.load` reads one from a folder.
+        network, bounds: What they belong to.
         interval_s: Seconds between decisions, among those it was trained for; may be left out where that is one.
+        where: Names the policy in errors.
 
     Raises:
         UserError: It was trained for other intervals.
     """
 
-    def __init__(self, bundle: Bundle, interval_s: float | None = None) -> None:
-        config, tensors = bundle.config, bundle.tensors
-        self.config = config
-        trained = config.bounds.interval_s
+    def __init__(
+        self,
+        tensors: Tensors,
+        network: NetworkSection,
+        bounds: BoundsSection,
+        interval_s: float | None = None,
+        where: str = "the policy",
+    ) -> None:
+        self.bounds = bounds
+        trained = bounds.interval_s
         if interval_s is None and len(trained) == 1:
             interval_s = trained[0]
         if interval_s is None or not trained[0] * (1 - 1e-9) <= interval_s <= trained[-1] * (1 + 1e-9):
             asked = "no interval was given" if interval_s is None else f"{interval_s:g} s was asked for"
             span = f"{trained[0]:g} s" if len(trained) == 1 else f"{trained[0]:g} to {trained[-1]:g} s"
-            raise UserError(f"{bundle.path}: the policy was trained for {span} between decisions, and {asked}")
-        self.step = config.bounds.rate_per_s * interval_s
+            raise UserError(f"{where}: the policy was trained for {span} between decisions, and {asked}")
+        self.step = bounds.rate_per_s * interval_s
         self.target: float | None = None
         self._mean = tensors["normaliser.mean"]
-        self._std = np.sqrt(tensors["normaliser.var"] + config.network.epsilon)
-        self._clip = config.network.observation_clip
+        self._std = np.sqrt(tensors["normaliser.var"] + network.epsilon)
+        self._clip = network.observation_clip
         # Layers sit at the even positions of the actor, activations between them.
-        depth = len(config.network.hidden)
+        depth = len(network.hidden)
         self._layers = [
             (np.ascontiguousarray(tensors[f"actor.{2 * i}.weight"].T), tensors[f"actor.{2 * i}.bias"])
             for i in range(depth + 1)
         ]
 
     @classmethod
+    def of(cls, bundle: Bundle, interval_s: float | None = None) -> BasePolicy:
+        """Return the policy of a checked bundle."""
+        return cls(bundle.tensors, bundle.config.network, bundle.config.bounds, interval_s, str(bundle.path))
+
+    @classmethod
     def load(cls, path: Path, interval_s: float | None = None) -> BasePolicy:
         """Read a bundle folder strictly; UserError says what is wrong with it."""
-        return cls(load_bundle(path), interval_s)
+        return cls.of(load_bundle(path), interval_s)
 
     def normalised(self, observation: FloatArray) -> FloatArray:
         """Return a raw observation, float32 (17,), as the network sees it: in standard deviations, clipped."""
@@ -81,7 +94,7 @@ class BasePolicy:
         Raises:
             ValueError: The observation has the wrong shape.
         """
-        bounds = self.config.bounds
+        bounds = self.bounds
         if observation.shape != self._mean.shape:
             raise ValueError(f"expected an observation of shape {self._mean.shape}, got {observation.shape}")
         target = applied_alpha if self.target is None else self.target

@@ -143,7 +143,7 @@ class Residual:
         Without a bound it is the base's target; where the observation holds a number that is not finite, the offset
         stays as it is.
         """
-        bound, bounds = self.settings.bound, self.base.config.bounds
+        bound, bounds = self.settings.bound, self.base.bounds
         if bound == 0.0:
             return self.base.decide(observation, applied_alpha, now_ns)
         own = observation.copy()

@@ -29,6 +29,7 @@ from envs.serving.live import TABLES
 from envs.serving.matrix_product import MatrixProduct
 from envs.serving.node import NodeSim
 from helm_rl import observation
+from helm_rl.checkpoint import load_bundle
 from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
 from helm_rl.export import export
@@ -436,7 +437,7 @@ def test_a_policy_trained_on_helm_node_runs_here_unchanged(make: Make, tmp_path:
     env = make(toml)  # type: ignore[arg-type]
     policy, twin = BasePolicy.load(tmp_path / "bundle"), BasePolicy.load(tmp_path / "bundle")
     obs, info = env.reset(options={"start": 3, "alpha": 0.5})
-    assert policy.config.environment.env_id == "helm_rl/HelmNode-v0"
+    assert load_bundle(tmp_path / "bundle").config.environment.env_id == "helm_rl/HelmNode-v0"
     twin.target = info["target"]
     for _ in range(5):
         wanted = twin.decide(obs, info["alpha"], 0)

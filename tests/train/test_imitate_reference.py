@@ -84,7 +84,7 @@ def test_the_command_makes_a_bundle_that_training_starts_from(path: str, tmp_pat
     assert bundle.config.training.arguments["rounds"] == 2
     assert bundle.config.environment.scenarios[0].name == "small"
     assert "Fitted to schedules that were found offline" in (tmp_path / "start" / "README.md").read_text()
-    assert np.isfinite(BasePolicy(bundle).action(np.zeros(SIZE, np.float32))).all()
+    assert np.isfinite(BasePolicy.of(bundle).action(np.zeros(SIZE, np.float32))).all()
     run = train.ppo_base.train(
         train.ppo_base.Args(
             scenario=(path,), start=tmp_path / "start", runs=tmp_path, num_envs=1, num_steps=16, num_minibatches=2,

@@ -30,6 +30,7 @@ from eval.reference import EFFORT
 from eval.sweep import STEP, ReplayFunction, alpha_grid, check_jobs, working
 from helm_rl.checkpoint import POLICY_FILE, Bundle, load_bundle
 from helm_rl.control.base import BasePolicy
+from helm_rl.control.layers import Layer, controller, layers_of
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
@@ -53,6 +54,8 @@ class EvalArgs:
     policy: tuple[Path, ...] = ()
     """Bundle folders to evaluate, as `helm-rl export` writes them; the first is the policy that the headline and the
     plots are about. Without any, only the statics and the optimum."""
+    ablate: bool = False
+    """Also evaluate each bundle that has layers above its base policy without them, and with each of several alone."""
     peers: bool = False
     """Also evaluate the rules that divide memory today: marginal hits, Cliffhanger, miss-ratio curves, KV first, EMB
     first, hill climbing."""
@@ -92,7 +95,7 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
     alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, args.step)
     inputs = (args.scenario, args.trace, *args.policy)
     check_outputs(args.overwrite, inputs, json=args.json, report=args.report)
-    policies = policy_contestants(args.policy, scenario)
+    policies = policy_contestants(args.policy, scenario, args.ablate)
     if args.peers:
         policies += peer_contestants(scenario)
     trace = Trace.load(args.trace) if args.trace is not None else None
@@ -117,29 +120,51 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
     return comparison
 
 
-def policy_contestants(paths: Sequence[Path], scenario: Scenario) -> list[Contestant]:
-    """Load bundles; the first is the policy, others are named after their folders. UserError for a name taken twice."""
-    found = [policy_contestant(path, scenario) for path in paths[:1]]
-    for path in paths[1:]:
-        name = path.resolve().name
-        key = figure_word(name)
-        if key in {each.key for each in found} | RESERVED:
-            raise UserError(f"--policy {path}: {key} is the name of another controller here; rename the folder")
-        found.append(replace(policy_contestant(path, scenario), key=key, title=name))
+def policy_contestants(paths: Sequence[Path], scenario: Scenario, ablate: bool = False) -> list[Contestant]:
+    """Load bundles; the first is the policy, others are named after their folders. UserError for a name taken twice.
+
+    ablate: each is followed by itself without the layers above its base policy, and with each of several alone.
+    """
+    found: list[Contestant] = []
+    for path in paths:
+        bundle = fitting_bundle(path, scenario)
+        name = path.resolve().name if found else POLICY
+        stacks = ablations(bundle) if ablate else []
+        for layers in (layers_of(bundle), *stacks):
+            each = contestant(bundle, scenario, layers)
+            suffix = "" if layers == layers_of(bundle) else f" ({' + '.join(('base', *layers))})"
+            key = figure_word(name + suffix)
+            if key in {one.key for one in found} | (RESERVED - {POLICY}):
+                raise UserError(f"--policy {path}: {key} is the name of another controller here; rename the folder")
+            found.append(replace(each, key=key, title=name + suffix))
     return found
 
 
+def ablations(bundle: Bundle) -> list[tuple[Layer, ...]]:
+    """Return the smaller stacks of a bundle's layers: none, and each alone where there are several."""
+    layers = layers_of(bundle)
+    alone: list[tuple[Layer, ...]] = [(layer,) for layer in layers] if len(layers) > 1 else []
+    return [(), *alone] if layers else []
+
+
 def policy_contestant(path: Path, scenario: Scenario) -> Contestant:
-    """Load a bundle and check that it can control this scenario; UserError says why not."""
+    """Load a bundle with all its layers and check that it can control this scenario; UserError says why not."""
     bundle = fitting_bundle(path, scenario)
+    return contestant(bundle, scenario, layers_of(bundle))
+
+
+def contestant(bundle: Bundle, scenario: Scenario, layers: tuple[Layer, ...]) -> Contestant:
+    """Return a bundle's policy with some of its layers as a contestant on a scenario that it fits."""
     interval_s = scenario.control.interval_s
+    controller(bundle, interval_s, layers)  # a layer's file that is wrong shows before any replay
     training, environment = bundle.config.training, bundle.config.environment
     where = ", ".join(source.name for source in environment.scenarios) or environment.env_id
     return Contestant(
         POLICY,
         "policy",
-        f"the bundle, frozen; it starts at the deployable static's alpha, {interval_s:g} s between decisions",
-        lambda: BasePolicy.of(bundle, interval_s),
+        f"the bundle's {' + '.join(('base', *layers))}; it starts at the deployable static's alpha, {interval_s:g} s "
+        "between decisions",
+        lambda: controller(bundle, interval_s, layers),
         origin=f"trained on {where} for {training.steps:,} steps, seed {training.seed}; weights sha256 "
         f"{bundle.config.files[POLICY_FILE]}",
         trained_on=tuple(source.sha256 for source in environment.traces),

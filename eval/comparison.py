@@ -82,6 +82,7 @@ METRICS = (
     Metric("p99_ms", "ms", "lower"),
     Metric("p50_ms", "ms", "lower"),
     Metric("windowed_p99_ms", "ms", "lower"),
+    Metric("onset_p99_ms", "ms", "lower"),
     Metric("slo", "share", "higher"),
     Metric("throughput", "requests/s", "higher"),
     Metric("ratio_gap", "alpha", "lower"),
@@ -137,7 +138,7 @@ class SeedResult:
         """One metric (METRICS) of one controller on these arrivals."""
         run = self.runs[key]
         match metric:
-            case "p99_ms" | "p50_ms" | "windowed_p99_ms" | "slo":
+            case "p99_ms" | "p50_ms" | "windowed_p99_ms" | "onset_p99_ms" | "slo":
                 return float(getattr(run, metric))
             case "throughput":
                 return run.throughput_per_s

@@ -38,8 +38,13 @@ if TYPE_CHECKING:
 
 LONG_REQUESTS = 300_000
 """Requests from which a trace is a long one: its statics are twice as far apart."""
-CPU_SECONDS_PER_MILLION = 1_800.0
-"""15 minutes on two cores, for a million requests. CPU time: what else runs on the machine changes no result."""
+CPU_SECONDS_PER_MILLION = 1_500.0
+"""15 minutes on two cores, for a million requests, of which the search keeps both busy for five sixths. CPU time: what
+else runs on the machine changes no result."""
+LAST_PASS = 1.7
+"""What a search costs at most over its budget, for a pass that has begun is finished."""
+CAPACITY_REPLAYS = 20
+"""What the capacities cost at most, in replays."""
 LEAST_REQUESTS_TIMED = 100_000
 """A trace is given the time of this many requests at the least."""
 WORTH = 0.05
@@ -300,8 +305,7 @@ def measure(
     if timed:
         spent_s = time.process_time() - begun_s
         left_s = CPU_SECONDS_PER_MILLION * max(len(trace), LEAST_REQUESTS_TIMED) * 1e-6 - spent_s
-        # The last pass may cost half as much again, and the capacities as much as 20 replays.
-        possible = (left_s / (spent_s / (len(swept.runs) + 1)) - 20) / 1.5
+        possible = (left_s / (spent_s / (len(swept.runs) + 1)) - CAPACITY_REPLAYS) / LAST_PASS
         if possible < effort.replays:
             effort = replace(effort, replays=float(max(0, int(possible))))
     best = reference(scenario, trace, swept, optimum, work, effort)

@@ -24,7 +24,8 @@ class Args(EvalArgs):
     scenario or of the recorded trace, <controller> is policy (the first one; the others have their folders' names),
     half_static, deployable_static, hindsight_static, segment_optimum, (with --reference full) reference or (with
     --peers) marginal_hits, cliffhanger, miss_ratio_curves, kv_first, emb_first or hill_climbing, and <figure> is
-    p99_ms, p50_ms, windowed_p99_ms (mean over 10 s windows), slo, throughput, ratio_gap, ratio_gap_transition,
+    p99_ms, p50_ms, windowed_p99_ms (mean over 10 s windows), onset_p99_ms (first 10 s of bursts; not where there are
+    none), slo, throughput, ratio_gap, ratio_gap_transition,
     flat_gap, flat_gap_transition or regret; and default.<pattern>.{headroom, headroom_error, noise_floor,
     p99_vs_deployable_static, p99_vs_hindsight_static}.
     """
@@ -44,13 +45,15 @@ def latency_table(comparison: Comparison) -> Table:
     """One line per controller: tail, median, windowed tail, SLO, throughput, regret."""
     table = Table(title=f"{comparison.pattern}: latency of measured requests, SLO {comparison.scenario.slo_ms:g} ms")
     table.add_column("controller")
-    for heading in ("P99 ms", "P50 ms", "mean P99 of 10 s, ms", "within SLO", "served/s", "regret"):
+    bursts = np.isfinite(comparison.estimate(comparison.rows[0].key, "onset_p99_ms").value)
+    onset = ("P99 of bursts' first 10 s, ms",) if bursts else ()
+    for heading in ("P99 ms", "P50 ms", "mean P99 of 10 s, ms", *onset, "within SLO", "served/s", "regret"):
         table.add_column(heading, justify="right")
     shed_ms = np.float32(SHED_FACTOR * comparison.scenario.slo_ms)
     for row in comparison.rows:
         found = {
             key: comparison.estimate(row.key, key)
-            for key in ("p99_ms", "p50_ms", "windowed_p99_ms", "slo", "throughput", "regret")
+            for key in ("p99_ms", "p50_ms", "windowed_p99_ms", "onset_p99_ms", "slo", "throughput", "regret")
         }
         interval = interval_ms(found["p99_ms"])
         table.add_row(
@@ -58,6 +61,7 @@ def latency_table(comparison: Comparison) -> Table:
             milliseconds(found["p99_ms"].value) + (f" ({interval})" if interval else ""),
             milliseconds(found["p50_ms"].value),
             milliseconds(found["windowed_p99_ms"].value),
+            *([milliseconds(found["onset_p99_ms"].value)] if bursts else []),
             f"{100 * found['slo'].value:.2f} %",
             f"{found['throughput'].value:.1f}",
             "shed" if found["p99_ms"].value == shed_ms else percent(found["regret"].value),

@@ -6,6 +6,7 @@ transition, its second half is settled.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ LEAST_SEGMENT_REQUESTS = 100
 """Requests below which half a segment has no P99: the nearest rank would be its slowest request."""
 WINDOW_S = 10.0
 """Length of the windows of arrivals whose P99s are averaged."""
+ONSET_S = 10.0
+"""Of a burst, whose P99 recovery is to lower."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Run:
 
     slo: share of requests within the SLO; throughput_per_s: requests served (not shed) per second of the measured part;
     windowed_p99_ms: mean over 10 s windows of arrivals; opening_p99_ms: first quarter of the measured part; the
+    onset_p99_ms: the first ONSET_S of bursts, NaN without any; the
     *_p99_ms arrays have one value per span; time_s, alpha and target are the trajectory (interval ends); tail_ms,
     tail_share the survival curve; window_s, window_p99_ms the windows (their middles); decide_us the median time of one
     decision (a timing: it differs from run to run).
@@ -89,6 +93,7 @@ class Run:
     throughput_per_s: float
     shed: int
     opening_p99_ms: float
+    onset_p99_ms: float
     segment_p99_ms: Floats
     transition_p99_ms: Floats
     settled_p99_ms: Floats
@@ -153,6 +158,7 @@ def reduce_replay(replay: Replay, trace: Trace, part: Measured, slo_ms: float) -
         raise RuntimeError(f"{pending} measured requests of trace {trace.meta.name!r} never ended in the replay")
     shed = int((measured == np.float32(SHED_FACTOR * slo_ms)).sum())
     tail_ms, tail_share = survival_curve(measured)
+    onset = onsets(trace)
     window_s, window_p99_ms = _windows(measured, trace.arrival_ns[part.first :], part.start_ns)
     return Run(
         p99_ms=p99_ms(measured),
@@ -162,6 +168,7 @@ def reduce_replay(replay: Replay, trace: Trace, part: Measured, slo_ms: float) -
         throughput_per_s=(part.requests - shed) / part.seconds,
         shed=shed,
         opening_p99_ms=p99_ms(latency_ms[part.first : part.opening]),
+        onset_p99_ms=p99_ms(latency_ms[onset]) if onset.any() else math.nan,
         segment_p99_ms=np.array([p99_ms(latency_ms[span.first : span.last]) for span in part.spans]),
         transition_p99_ms=np.array([p99_ms(latency_ms[span.first : span.middle]) for span in part.spans]),
         settled_p99_ms=np.array([p99_ms(latency_ms[span.middle : span.last]) for span in part.spans]),
@@ -204,6 +211,15 @@ def flat_distance(alpha: npt.NDArray[np.floating], flat_set: FlatSet) -> Floats:
     highs = np.array([high for _, high in flat_set])
     point = np.asarray(alpha, dtype=np.float64)[..., None]
     return np.maximum(np.maximum(lows - point, point - highs), 0.0).min(axis=-1)
+
+
+def onsets(trace: Trace) -> npt.NDArray[np.bool_]:
+    """Return which measured requests arrive in the first ONSET_S of bursts, the phases that add to a base load."""
+    found = np.zeros(len(trace), np.bool_)
+    for phase in trace.meta.phases[1:]:
+        end_ns = min(phase.start_ns + int(ONSET_S * 1e9), phase.end_ns)
+        found |= (trace.arrival_ns >= max(phase.start_ns, trace.meta.measure_from_ns)) & (trace.arrival_ns < end_ns)
+    return found
 
 
 def _windows(

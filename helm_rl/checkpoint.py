@@ -1,8 +1,9 @@
 """What is kept of a training: bundles, which serve, and training states, which resume. Nothing here is unpickled.
 
-A bundle is a folder of `policy.safetensors`, `config.json` and a model card, `README.md`. A run's training
-state is `training_state.json` and the tensor file that it names. Both are read strictly: what is missing, left
-over, of another shape or from a newer format is an error, and sizes are looked at before anything is read.
+A bundle is a folder of `policy.safetensors`, `config.json` and a model card, `README.md`; where the base policy has
+layers above it, of `residual.json` and `detector.json`, too. A run's training state is `training_state.json` and the
+tensor file that it names. Both are read strictly: what is missing, left over, of another shape or from a newer format
+is an error, and sizes are looked at before anything is read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -29,6 +31,10 @@ Shapes = dict[str, tuple[type[np.generic], tuple[int, ...]]]
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 POLICY_FILE = "policy.safetensors"
+RESIDUAL_FILE = "residual.json"
+DETECTOR_FILE = "detector.json"
+LAYER_FILES = (RESIDUAL_FILE, DETECTOR_FILE)
+"""Files of the layers above the base policy, which a bundle may have; helm_rl.control.layers reads them."""
 CARD_FILE = "README.md"
 STATE_FILE = "training_state.json"
 MAX_JSON_BYTES = 4 << 20
@@ -114,9 +120,11 @@ class ValidationSection(_Section):
 class TrainingSection(_Section):
     """How a policy came to be.
 
-    statistics: the last values of the training's charts, None where undefined; stopped: why it ended before its last
-    iteration, None where it did not.
+    method: what made the policy; statistics: the last values of the training's charts, None where undefined; stopped:
+    why it ended before its last iteration, None where it did not.
     """
+
+    method: str = "Trained offline with PPO in helm-rl's serving simulator"
 
     arguments: dict[str, JsonValue]
     commands: list[str]
@@ -164,11 +172,21 @@ class TrainingState(_Section):
 
 @dataclass(frozen=True)
 class Bundle:
-    """A checked bundle. tensors: `normaliser.{mean,var,count}` float64, `actor.<i>.{weight,bias}` float32."""
+    """A checked bundle.
+
+    tensors: `normaliser.{mean,var,count}` float64, `actor.<i>.{weight,bias}` float32; layers: contents of those of
+    LAYER_FILES that it has, of which only the hash was checked.
+    """
 
     path: Path
     config: BundleConfig
     tensors: Tensors
+    layers: Mapping[str, bytes]
+
+
+def policy_sha256(tensors: Tensors) -> str:
+    """Return the sha256 (hex) of a policy's weights, as its bundle has it."""
+    return hashlib.sha256(safetensors.numpy.save(tensors)).hexdigest()
 
 
 def policy_tensors(network: NetworkSection, observation_size: int) -> Shapes:
@@ -195,9 +213,12 @@ def save_bundle(
     environment: EnvironmentSection,
     training: TrainingSection,
     card: str,
+    layers: Mapping[str, bytes] | None = None,
     overwrite: bool = False,
 ) -> BundleConfig:
     """Write a bundle as the new folder `path`, whole or not at all; return its config.
+
+    layers: contents of those of LAYER_FILES that it has.
 
     Raises:
         UserError: A tensor is missing, left over, of another dtype or shape, or not finite; `path` exists and
@@ -208,17 +229,19 @@ def save_bundle(
     refuse_existing(path, overwrite)
     if path.exists() and not _is_bundle(path):
         raise UserError(f"{path} exists and is not a bundle, so --overwrite leaves it alone; name another output")
-    data = safetensors.numpy.save(tensors)
+    data = {POLICY_FILE: safetensors.numpy.save(tensors), **(layers or {})}
+    assert data.keys() <= {POLICY_FILE, *LAYER_FILES}
     config = BundleConfig(
         network=network,
         observation=observation,
         bounds=bounds,
         environment=environment,
         training=training,
-        files={POLICY_FILE: hashlib.sha256(data).hexdigest()},
+        files={name: hashlib.sha256(content).hexdigest() for name, content in data.items()},
     )
     with atomic_folder(path) as aside:
-        (aside / POLICY_FILE).write_bytes(data)
+        for name, content in data.items():
+            (aside / name).write_bytes(content)
         (aside / CARD_FILE).write_text(card, encoding="utf-8")
         (aside / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return config
@@ -227,7 +250,7 @@ def save_bundle(
 def _is_bundle(path: Path) -> bool:
     """Tell whether a folder holds a bundle's files and nothing else, so that replacing it loses nothing else."""
     names = {file.name for file in path.iterdir()} if path.is_dir() else {"a file, not a folder"}
-    return names <= {POLICY_FILE, CARD_FILE, CONFIG_FILE}
+    return names <= {POLICY_FILE, CARD_FILE, CONFIG_FILE, *LAYER_FILES}
 
 
 def load_bundle(path: Path) -> Bundle:
@@ -259,15 +282,23 @@ def load_bundle(path: Path) -> Bundle:
         raise UserError(f"{file}: bounds: alpha_min {config.bounds.alpha_min} is not below alpha_max")
     if config.network.action_size != 1:
         raise UserError(f"{file}: network.action_size: {config.network.action_size}, but alpha is one number")
-    if set(config.files) != {POLICY_FILE}:
-        raise UserError(f"{file}: files: names {sorted(config.files)}, but a bundle has exactly ['{POLICY_FILE}']")
+    if not {POLICY_FILE} <= set(config.files) <= {POLICY_FILE, *LAYER_FILES}:
+        raise UserError(
+            f"{file}: files: names {sorted(config.files)}, but a bundle has {POLICY_FILE}, and of layers at the most "
+            f"{' and '.join(LAYER_FILES)}"
+        )
     policy = path / POLICY_FILE
     tensors = read_tensors(policy, config.files[POLICY_FILE])
     _check_tensors(str(policy), tensors, policy_tensors(config.network, len(config.observation.names)))
     _check_policy_values(str(policy), tensors)
     if (tensors["normaliser.var"] + config.network.epsilon <= 0).any():
         raise UserError(f"{file}: network.epsilon: must be above 0, for the normaliser has a feature of no variance")
-    return Bundle(path, config, tensors)
+    layers = {
+        name: read_recorded(path / name, config.files[name], MAX_JSON_BYTES)
+        for name in LAYER_FILES
+        if name in config.files
+    }
+    return Bundle(path, config, tensors, layers)
 
 
 def save_training_state(
@@ -324,15 +355,7 @@ def read_tensors(file: Path, sha256: str) -> Tensors:
         UserError: The file is missing, too large, not the one with this hash, not safetensors, or holds a dtype
             that we never write.
     """
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; the folder is incomplete")
-    size = file.stat().st_size
-    if size > MAX_TENSOR_BYTES:
-        raise UserError(f"{file}: {size} bytes, more than the {MAX_TENSOR_BYTES} that a policy of ours could need")
-    data = file.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
-    if found != sha256:
-        raise UserError(f"{file}: its sha256 is {found[:12]}..., not {sha256[:12]}... as recorded: damaged or replaced")
+    data = read_recorded(file, sha256, MAX_TENSOR_BYTES)
     try:
         entries = dict(safetensors.deserialize(data))
     except safetensors.SafetensorError as error:
@@ -345,6 +368,24 @@ def read_tensors(file: Path, sha256: str) -> Tensors:
         flat = np.frombuffer(entry["data"], dtype=_DTYPES[entry["dtype"]])
         tensors[name] = flat.reshape(entry["shape"]).copy()
     return tensors
+
+
+def read_recorded(file: Path, sha256: str, most_bytes: int) -> bytes:
+    """Read a file whose sha256 (hex) was recorded.
+
+    Raises:
+        UserError: The file is missing, larger than it could be, or not the one with this hash.
+    """
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; the folder is incomplete")
+    size = file.stat().st_size
+    if size > most_bytes:
+        raise UserError(f"{file}: {size} bytes, more than the {most_bytes} that it could need")
+    data = file.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise UserError(f"{file}: its sha256 is {found[:12]}..., not {sha256[:12]}... as recorded: damaged or replaced")
+    return data
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

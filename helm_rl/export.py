@@ -1,7 +1,8 @@
-"""From a training run's last checkpoint to a bundle that serves, with its model card."""
+"""From a training run's last checkpoint to a bundle that serves, with its layers and its model card."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,39 +10,107 @@ from typing import Annotated
 import tyro
 
 from helm_rl.checkpoint import (
+    CONFIG_FILE,
+    DETECTOR_FILE,
+    RESIDUAL_FILE,
     BundleConfig,
     EnvironmentSection,
     NetworkSection,
+    Tensors,
     TrainingSection,
     ValidationSection,
+    load_bundle,
     load_training_state,
+    policy_sha256,
     policy_tensors,
     save_bundle,
 )
+from helm_rl.control.layers import load_recovery
+from helm_rl.control.residual_file import load_residual
 from helm_rl.errors import UserError
+
+_LAYERS = {
+    RESIDUAL_FILE: "a residual adapter, which goes on learning in service from where this file left it",
+    DETECTOR_FILE: "burst detectors and a recovery rule, which takes over while a burst is on",
+}
 
 
 @dataclass
 class ExportArgs:
-    """Turn the last checkpoint of a training run into a bundle: policy, config and model card."""
+    """Turn the best policy of a training run into a bundle: policy, config, model card, and the layers above it."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Run folder, as 'helm-rl train base' printed it."""
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|BUNDLE")]
+    """Run folder, as 'helm-rl train base' printed it, or a bundle, to put layers above its policy."""
     output: Path
     """Bundle folder to make."""
+    detector: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
+    """Burst detector and recovery rule, as 'helm-rl train burst' writes them."""
+    residual: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
+    """Residual adapter, as 'helm-rl train residual --output' writes it."""
     overwrite: bool = False
     """Replace a bundle that stands at the output already."""
 
 
-def export(run: Path, output: Path, overwrite: bool = False) -> BundleConfig:
-    """Write the bundle of a run as the folder `output`, whole or not at all; return its config.
+@dataclass(frozen=True)
+class _Source:
+    """A policy, how it came to be, and the layers that it has already."""
 
-    The policy is the one that did best on the validation's arrivals; without a validation, the last checkpoint's.
+    network: NetworkSection
+    environment: EnvironmentSection
+    training: TrainingSection
+    tensors: Tensors
+    layers: dict[str, bytes]
+
+
+def export(
+    source: Path, output: Path, overwrite: bool = False, detector: Path | None = None, residual: Path | None = None
+) -> BundleConfig:
+    """Write the bundle of a run, or of another bundle, as the folder `output`, whole or not at all; return its config.
+
+    The policy of a run is the one that did best on the validation's arrivals; without a validation, the last
+    checkpoint's. Layers that are given take the place of a bundle's own.
 
     Raises:
-        UserError: The run cannot be read, has not been trained yet, or did not train a controller of alpha; the
-            output exists.
+        UserError: The source cannot be read, has not been trained yet, or did not train a controller of alpha; a
+            layer's file is wrong, or belongs to another policy; the output exists.
     """
+    from_bundle = (source / CONFIG_FILE).is_file()
+    if from_bundle and output.resolve() == source.resolve():
+        raise UserError(f"{output}: is the bundle that is read; name another folder for the one to be made")
+    found = _of_bundle(source) if from_bundle else _of_run(source)
+    layers = dict(found.layers)
+    if detector is not None:
+        load_recovery(detector)
+        layers[DETECTOR_FILE] = detector.read_bytes()
+    if residual is not None:
+        load_residual(residual, policy_sha256(found.tensors))
+        layers[RESIDUAL_FILE] = residual.read_bytes()
+    environment = found.environment
+    assert environment.observation is not None
+    assert environment.bounds is not None
+    return save_bundle(
+        output,
+        found.tensors,
+        network=found.network,
+        observation=environment.observation,
+        bounds=environment.bounds,
+        environment=environment,
+        training=found.training,
+        card=model_card(found.network, environment, found.training, sorted(layers)),
+        layers=layers,
+        overwrite=overwrite,
+    )
+
+
+def _of_bundle(path: Path) -> _Source:
+    bundle = load_bundle(path)
+    config = bundle.config
+    served = {"observation": config.observation, "bounds": config.bounds}  # these are the ones that were checked
+    environment = config.environment.model_copy(update=served)
+    return _Source(config.network, environment, config.training, bundle.tensors, dict(bundle.layers))
+
+
+def _of_run(run: Path) -> _Source:
     state, tensors = load_training_state(run)
     if state.training.iterations == 0:
         raise UserError(f"{run}: nothing has been trained yet; continue it with: helm-rl train base --resume {run}")
@@ -52,31 +121,20 @@ def export(run: Path, output: Path, overwrite: bool = False) -> BundleConfig:
         )
     # Where the run's folder lies says nothing about the policy, and much about somebody's machine.
     arguments = {name: value for name, value in state.training.arguments.items() if name not in ("runs", "resume")}
-    state = state.model_copy(update={"training": state.training.model_copy(update={"arguments": arguments})})
+    training = state.training.model_copy(update={"arguments": arguments})
     names = policy_tensors(state.network, len(environment.observation.names))
-    kept = "net" if state.training.validation.best is None else "best"
-    return save_bundle(
-        output,
-        {name: tensors[f"{kept}.{name}"] for name in names if f"{kept}.{name}" in tensors},
-        network=state.network,
-        observation=environment.observation,
-        bounds=environment.bounds,
-        environment=environment,
-        training=state.training,
-        card=model_card(state.network, environment, state.training),
-        overwrite=overwrite,
-    )
+    kept = "net" if training.validation.best is None else "best"
+    policy = {name: tensors[f"{kept}.{name}"] for name in names if f"{kept}.{name}" in tensors}
+    return _Source(state.network, environment, training, policy, {})
 
 
 def model_card(
-    network: NetworkSection,
-    environment: EnvironmentSection,
-    training: TrainingSection,
-    method: str = "Trained offline with PPO in helm-rl's serving simulator",
+    network: NetworkSection, environment: EnvironmentSection, training: TrainingSection, layers: Collection[str] = ()
 ) -> str:
     """Return the card, Markdown: what the policy is, where it comes from, what it reads, where its limits are.
 
-    Every number in it is taken from what is given; how well the policy does is for an evaluation to say.
+    layers: files of those above the policy (checkpoint.LAYER_FILES). Every number in it is taken from what is given;
+    how well the policy does is for an evaluation to say.
     """
     observation, bounds = environment.observation, environment.bounds
     assert observation is not None
@@ -99,15 +157,16 @@ def model_card(
         f"# Base policy, trained on the scenario{several} {_some([each.name for each in environment.scenarios])}",
         "",
         "A controller of alpha, the embedding cache's share of a pool of GPU memory that it divides with the KV cache",
-        f"of a generative recommender. {method}; frozen in service.",
+        f"of a generative recommender. {training.method}; frozen in service.",
         "",
         "## Use",
         "",
         "```python",
         "from pathlib import Path",
-        "from helm_rl.control.base import BasePolicy",
+        "from helm_rl.checkpoint import load_bundle",
+        "from helm_rl.control.layers import controller",
         "",
-        f'policy = BasePolicy.load(Path("this-folder"), interval_s={bounds.interval_s[0]:g})',
+        f'policy = controller(load_bundle(Path("this-folder")), interval_s={bounds.interval_s[0]:g})',
         "policy.reset(seed=0)",
         "target = policy.decide(observation, applied_alpha, now_ns)  # observation: float32, as below",
         "```",
@@ -117,6 +176,7 @@ def model_card(
         f"is added to the target alpha, which stays within [{bounds.alpha_min:g}, {bounds.alpha_max:g}].",
         f"Network: {len(observation.names)} normalised features, {hidden} {network.activation} units, "
         f"{network.action_size} action; it runs with NumPy alone.",
+        *[f"Above it: {_LAYERS[name]} (`{name}`)." for name in layers],
         "",
         "## Training",
         "",
@@ -162,7 +222,8 @@ def model_card(
         "  worse than a fixed split: compare them first.",
         f"- It was trained to decide every {intervals} s, and serves within that range only.",
         f"- Features beyond {network.observation_clip:g} standard deviations of those seen in training are clipped.",
-        "- It does not learn in service, and it has no safety net of its own against bursts.",
+        *([] if RESIDUAL_FILE in layers else ["- It does not learn in service."]),
+        *([] if DETECTOR_FILE in layers else ["- It has no safety net of its own against bursts."]),
         "",
     ]
     return "\n".join(lines)
@@ -197,5 +258,5 @@ def _validation(found: ValidationSection) -> list[str]:
 
 def main(args: ExportArgs) -> None:
     """Export as the command line says, and tell where the bundle is."""
-    export(args.run, args.output, args.overwrite)
+    export(args.source, args.output, args.overwrite, args.detector, args.residual)
     print(f"bundle: {args.output}")

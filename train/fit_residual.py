@@ -10,6 +10,7 @@ neither has seen.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +25,17 @@ from eval.comparison import SEEDS_FROM
 from eval.segments import Run, gap
 from eval.statistics import Floats, standard_error
 from eval.sweep import Sweep, Work, half_of, sweep_adaptively, working
-from helm_rl.checkpoint import Bundle
+from helm_rl.checkpoint import POLICY_FILE, Bundle
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.protocol import Controller, FloatArray
-from helm_rl.control.residual import Residual, ResidualSettings
+from helm_rl.control.residual import Learnt, Residual, ResidualSettings
+from helm_rl.control.residual_file import ResidualOrigin, SavedResidual, save_residual
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
 from helm_rl.metrics import WindowStats, p99_ms
 from helm_rl.profiles.hardware import HARDWARE
-from helm_rl.scenario import Load, Scenario, load_scenario
+from helm_rl.scenario import Load, Scenario, load_scenario, scenario_hash
 from train.variations import as_hard
 
 if TYPE_CHECKING:
@@ -89,10 +91,12 @@ class Args:
     """What the adapter is told: what was measured, always the same, dice, or the contrary; the observation is true."""
     jobs: int = 2
     """Replays at a time; one core each."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
+    """Write what the adapter has then learnt here; `helm-rl export` puts it into a bundle."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the figures here."""
     overwrite: bool = False
-    """Replace --json if it exists."""
+    """Replace --output and --json files that exist."""
 
 
 class Kept:
@@ -159,6 +163,7 @@ class Result:
     draws: list[Draw]
     tripped: int
     proven: bool
+    learnt: Learnt
     seconds: float
 
     @property
@@ -189,13 +194,15 @@ class Result:
 def main(args: Args) -> None:
     """Let it learn, measure, print the table and write the figures."""
     check_args(args)
-    check_outputs(args.overwrite, (args.policy, args.scenario), json=args.json)
+    check_outputs(args.overwrite, (args.policy, args.scenario), output=args.output, json=args.json)
     scenario = service(args)
     bundle = fitting_bundle(args.policy, scenario)
     with working(args.jobs) as work:
         result = measure(scenario, bundle, args, work)
     out = console()
     out.print(table(result, args))
+    if args.output is not None:
+        save(args.output, bundle, result, args)
     if args.json is not None:
         write_figures(args.json, result.figures())
 
@@ -268,6 +275,7 @@ def measure(scenario: Scenario, bundle: Bundle, args: Args, work: Work) -> Resul
         tails = [p99_ms(each.latency_ms[each.measured]) for each in served]
         learning.append(tails[0] / tails[1])
         intervals += len(served[0].windows)
+    learnt = adapter.learnt()
     draws = []
     for index in range(args.draws):
         trace = generate(scenario, seed=SEEDS_FROM + args.seed + index)
@@ -275,7 +283,21 @@ def measure(scenario: Scenario, bundle: Bundle, args: Args, work: Work) -> Resul
         swept = sweep_adaptively(scenario, trace, work, STEP)
         alone, adapted = work.run(scenario, trace, swept.part, [(twin, half, 0), (kept, half, 0)])
         draws.append(Draw(swept, alone, adapted))
-    return Result(scenario, learning, draws, adapter.guard.tripped, adapter.guard.proven, time.perf_counter() - begun)
+    guard = adapter.guard
+    return Result(scenario, learning, draws, guard.tripped, guard.proven, learnt, time.perf_counter() - begun)
+
+
+def save(path: Path, bundle: Bundle, result: Result, args: Args) -> None:
+    """Write what was learnt, with what was measured."""
+    measured = {name: figure.value for name, figure in result.figures().items() if math.isfinite(figure.value)}
+    origin = ResidualOrigin(
+        policy_sha256=bundle.config.files[POLICY_FILE],
+        scenario=result.scenario.name,
+        scenario_hash=scenario_hash(result.scenario),
+        intervals=args.intervals,
+        measured=measured,
+    )
+    save_residual(path, SavedResidual(result.learnt, origin))
 
 
 def table(result: Result, args: Args) -> Table:

@@ -213,6 +213,7 @@ def write(
     environment = EnvironmentSection(env_id=NODE_ENV, observation_size=SIZE, action_size=1, **scenario_facts(scenarios))
     arguments = {name: value for name, value in plain_arguments(args).items() if name != "output"}
     training = TrainingSection(
+        method=METHOD,
         arguments=arguments,
         commands=[command()],
         seed=args.seed,
@@ -234,6 +235,6 @@ def write(
         bounds=environment.bounds,
         environment=environment,
         training=training,
-        card=model_card(network, environment, training, METHOD),
+        card=model_card(network, environment, training),
         overwrite=args.overwrite,
     )

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from envs.serving.replay import replay
+from eval.segments import ONSET_S, onsets
 from helm_rl.control.burst import BurstSettings
 from helm_rl.control.protocol import Controller
 from helm_rl.control.recovery import Recovery, RecoveryRule
@@ -24,8 +25,6 @@ from helm_rl.workloads.trace import Trace
 from train.calibration import Advance, calm
 from train.firings import firings
 
-FIRST_S = 10.0
-"""Of a burst, whose P99 recovery is to lower."""
 WORSE = 1.01
 """Times the P99 of the whole run without recovery, that it may be with it."""
 ALIKE = 1.02
@@ -38,7 +37,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Outcome:
-    """P99 (ms) over all draws: of requests in the first FIRST_S of bursts, and of all that are measured."""
+    """P99 (ms) over all draws: of requests in the first ONSET_S of bursts, and of all that are measured."""
 
     first_ms: float
     whole_ms: float
@@ -88,12 +87,12 @@ class Bursts:
             )
 
     def found_after_s(self, settings: BurstSettings) -> list[float]:
-        """Return how long after its start the arrivals of each burst were found to be one; inf: not within FIRST_S."""
+        """Return how long after its start the arrivals of each burst were found to be one; inf: not within ONSET_S."""
         delays = []
         for trace in self.traces:
             fired_s = firings(trace, trace.meta.name, settings).fired_s + trace.arrival_ns[0] * 1e-9
             for start_s in burst_starts_s(trace):
-                after = fired_s[(fired_s >= start_s) & (fired_s <= start_s + FIRST_S)] - start_s
+                after = fired_s[(fired_s >= start_s) & (fired_s <= start_s + ONSET_S)] - start_s
                 delays.append(float(after[0]) if after.size else math.inf)
         return delays
 
@@ -104,11 +103,8 @@ class Bursts:
         def one(pair: tuple[Callable[[], Controller], Trace]) -> tuple[Floats, Floats]:
             make, trace = pair
             served = replay(self.scenario, trace, make(), alpha0=self.alpha0)
-            first = np.zeros(len(trace), np.bool_)
-            for start_s in burst_starts_s(trace):
-                first |= (trace.arrival_ns >= start_s * 1e9) & (trace.arrival_ns < (start_s + FIRST_S) * 1e9)
             advance()
-            return served.latency_ms[first], served.latency_ms[served.measured]
+            return served.latency_ms[onsets(trace)], served.latency_ms[served.measured]
 
         with ThreadPoolExecutor(self.jobs) as pool:
             served = list(pool.map(one, pairs))

@@ -82,6 +82,33 @@ class Verdict:
     observed: float
 
 
+@dataclass(frozen=True)
+class ExpectedState:
+    """What `_Expected` has learnt: weights [FEATURES], inverse [FEATURES][FEATURES], and from how many blocks."""
+
+    weights: list[float]
+    inverse: list[list[float]]
+    seen: int
+
+
+@dataclass(frozen=True)
+class GuardState:
+    """What a guard has seen, so that after a restart it need not see all of it again; the block in progress is lost.
+
+    claimed, observed, acting, without: gains of the blocks that are remembered; left: intervals of rest still to come.
+    """
+
+    claimed: list[float]
+    observed: list[float]
+    acting: list[float]
+    without: list[float]
+    cost: ExpectedState
+    p99: ExpectedState
+    tried: int
+    tripped: int
+    left: int
+
+
 @dataclass
 class _Sums:
     """Sums over the counted intervals of a block."""
@@ -111,11 +138,14 @@ class _Sums:
 class _Expected:
     """Recursive least squares with forgetting: what a load costs on average."""
 
-    def __init__(self, forget: float = 0.99) -> None:
+    def __init__(self, state: ExpectedState | None = None, forget: float = 0.99) -> None:
         self._forget = forget
-        self._weights = np.zeros(FEATURES)
-        self._inverse = np.eye(FEATURES) * 100.0
-        self._seen = 0
+        self._weights = np.zeros(FEATURES) if state is None else np.array(state.weights)
+        self._inverse = np.eye(FEATURES) * 100.0 if state is None else np.array(state.inverse)
+        self._seen = 0 if state is None else state.seen
+
+    def state(self) -> ExpectedState:
+        return ExpectedState(self._weights.tolist(), self._inverse.tolist(), self._seen)
 
     def better(self, load: npt.NDArray[np.float64], cost: float) -> float:
         """Return expectation less cost, before this block is learnt from; NaN where too few were seen."""
@@ -137,16 +167,46 @@ def _z(values: deque[float]) -> float:
 
 
 class Guard:
-    """Draws what each block is for, measures it, and ends what harms or proves nothing."""
+    """Draws what each block is for, measures it, and ends what harms or proves nothing.
 
-    def __init__(self, settings: GuardSettings | None = None, seed: int = 0) -> None:
+    Args:
+        settings: of blocks and verdicts.
+        seed: of what is drawn.
+        state: what another one has seen, to go on from there.
+    """
+
+    def __init__(self, settings: GuardSettings | None = None, seed: int = 0, state: GuardState | None = None) -> None:
         self.settings = GuardSettings() if settings is None else settings
         self._rng = np.random.default_rng([seed, 0x5EED])
         self._plan: list[Mode] = []
         self.tripped = 0
         """Times that the learner was made to rest."""
         self._forget()
-        self._start_block()
+        if state is not None:
+            self._claimed.extend(state.claimed)
+            self._observed.extend(state.observed)
+            self._acting.extend(state.acting)
+            self._without.extend(state.without)
+            self._cost, self._p99 = _Expected(state.cost), _Expected(state.p99)
+            self._tried, self.tripped, self._left = state.tried, state.tripped, state.left
+        if self._left:
+            self.mode = Mode.REST
+        else:
+            self._start_block()
+
+    def state(self) -> GuardState:
+        """Return what was seen; nothing in it is shared."""
+        return GuardState(
+            claimed=list(self._claimed),
+            observed=list(self._observed),
+            acting=list(self._acting),
+            without=list(self._without),
+            cost=self._cost.state(),
+            p99=self._p99.state(),
+            tried=self._tried,
+            tripped=self.tripped,
+            left=self._left,
+        )
 
     @property
     def proven(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from helm_rl.control.base import BasePolicy
-from helm_rl.control.guard import Guard, GuardSettings, Mode, Verdict
+from helm_rl.control.guard import Guard, GuardSettings, GuardState, Mode, Verdict
 from helm_rl.control.protocol import FloatArray
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
@@ -51,7 +51,7 @@ class ResidualSettings:
     def __post_init__(self) -> None:
         ranges = {
             "bound": (0.0, 0.5),
-            "hidden": (1, 1024),
+            "hidden": (1, 256),
             "learning_rate": (0.0, 10.0),
             "rate_gain": (0.0, 100.0),
             "pull": (0.0, 100.0),
@@ -60,6 +60,21 @@ class ResidualSettings:
             value = getattr(self, name)
             if not low <= value <= high:  # NaN fails too
                 raise UserError(f"residual adapter: {name} must be within {low:g} and {high:g}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What an adapter has learnt, with its settings; without what belongs to the replay or the minute it learns in.
+
+    weights, biases: of the network's layers, as `ResidualNet` has them; spread: of how much better blocks were.
+    """
+
+    settings: ResidualSettings
+    guard_settings: GuardSettings
+    weights: list[list[list[float]]]
+    biases: list[list[float]]
+    spread: float
+    guard: GuardState
 
 
 class ResidualNet:
@@ -111,15 +126,40 @@ class Residual:
     ) -> None:
         self.base = base
         self.settings = ResidualSettings() if settings is None else settings
-        self._guard_settings = guard
+        self.guard_settings = GuardSettings() if guard is None else guard
+        self._learnt: Learnt | None = None
         self.reset(0)
 
+    @classmethod
+    def of(cls, base: BasePolicy, learnt: Learnt) -> Residual:
+        """Return an adapter that begins with what another one has learnt, and goes back to that when it is reset."""
+        adapter = cls(base, learnt.settings, learnt.guard_settings)
+        adapter._learnt = learnt
+        adapter.reset(0)
+        return adapter
+
+    def learnt(self) -> Learnt:
+        """Return what was learnt so far; nothing in it is shared."""
+        return Learnt(
+            settings=self.settings,
+            guard_settings=self.guard_settings,
+            weights=[weight.tolist() for weight in self.net.weights],
+            biases=[bias.tolist() for bias in self.net.biases],
+            spread=self._spread,
+            guard=self.guard.state(),
+        )
+
     def reset(self, seed: int) -> None:
-        """Forget all that was learnt, and reset the base."""
+        """Forget all that was learnt since it was made, and reset the base."""
+        learnt = self._learnt
         self.net = ResidualNet(SIZE + 1, self.settings.hidden, seed)
-        self.guard = Guard(self._guard_settings, seed)
+        if learnt is not None:
+            self.net.weights = [np.array(weight) for weight in learnt.weights]
+            self.net.biases = [np.array(bias) for bias in learnt.biases]
+        self.guard = Guard(self.guard_settings, seed, None if learnt is None else learnt.guard)
         self._rng = np.random.default_rng([seed, 0xACE])
-        self._spread = 1.0  # of how much better blocks were, so that a step does not depend on how noisy the load is
+        # Of how much better blocks were, so that a step does not depend on how noisy the load is
+        self._spread = 1.0 if learnt is None else learnt.spread
         self._p99_ema = math.nan
         self._urgency = 1.0
         self.restart(seed)

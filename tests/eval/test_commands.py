@@ -8,12 +8,21 @@ import pytest
 import envs.serving.replay
 from eval import p99_latency, ratio_gap
 from eval.command import EvalArgs, evaluate, policy_contestant
+from eval.comparison import Contestant
 from eval.summary import headline
+from helm_rl.checkpoint import POLICY_FILE, load_bundle
 from helm_rl.cli import main as cli
+from helm_rl.control.base import BasePolicy
+from helm_rl.control.detector_file import save_detector
+from helm_rl.control.residual import Residual
+from helm_rl.control.residual_file import SavedResidual, save_residual
 from helm_rl.errors import UserError
+from helm_rl.export import export
 from helm_rl.workloads.generate import generate
 from tests.eval.conftest import MakeBundle
 from tests.eval.fakes import FakeServing, small_scenario
+from tests.helm_rl.control.test_detector_file import DETECTOR
+from tests.helm_rl.control.test_residual_file import ORIGIN
 
 SCENARIO = """\
 name = "burst"
@@ -212,6 +221,28 @@ def test_a_bundle_for_another_interval_or_range_is_refused(make_bundle: MakeBund
         policy_contestant(make_bundle("slow", interval_s=5.0), small_scenario())
     with pytest.raises(UserError, match=r"bounds.alpha_max is 0.8, .* control.alpha_max = 0.9"):
         policy_contestant(make_bundle("narrow", alpha_max=0.8), small_scenario())
+
+
+def test_layers_can_be_taken_off_for_a_comparison(
+    scenario: str, fake: FakeServing, make_bundle: MakeBundle, tmp_path: Path
+) -> None:
+    plain = make_bundle("plain")
+    save_detector(tmp_path / "d.json", DETECTOR)
+    export(plain, tmp_path / "full", detector=tmp_path / "d.json")
+    adapter = Residual(BasePolicy.load(plain))
+    origin = ORIGIN.model_copy(update={"policy_sha256": load_bundle(plain).config.files[POLICY_FILE]})
+    save_residual(tmp_path / "r.json", SavedResidual(adapter.learnt(), origin))
+    export(tmp_path / "full", tmp_path / "all", residual=tmp_path / "r.json")
+
+    def keys(*policies: Path, ablate: bool = True) -> list[str]:
+        found = evaluate(EvalArgs(scenario=scenario, seeds=1, policy=policies, ablate=ablate))
+        return [row.key for row in found.rows if isinstance(row, Contestant)]
+
+    assert keys(plain) == ["policy"]
+    assert keys(tmp_path / "all", ablate=False) == ["policy"]
+    assert keys(tmp_path / "full") == ["policy", "policy_base"]
+    everything = ["policy", "policy_base", "policy_base_residual", "policy_base_recovery"]
+    assert keys(tmp_path / "all", tmp_path / "full") == [*everything, "full", "full_base"]
 
 
 def test_a_bundle_with_another_observation_is_refused(make_bundle: MakeBundle) -> None:

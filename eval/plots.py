@@ -6,7 +6,8 @@ Colours are Okabe and Ito's, and every line also has a dash pattern of its own, 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -322,8 +323,7 @@ def draw_headroom(
 
     runs: what the lower part shows, by title.
     """
-    with mpl.rc_context(_STYLE | {"font.size": 9.0}):  # type: ignore[arg-type]
-        figure = Figure(figsize=(WIDE_IN, 5.0), dpi=150, layout="constrained")
+    with page(path, height_in=5.0) as figure:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.1, 1.0])
         spans = swept.part.spans
         for index, (span, curve) in enumerate(zip(spans, swept.settled, strict=True)):
@@ -356,6 +356,14 @@ def draw_headroom(
         below.set_ylabel("P99 per 10 s (ms, log)")
         below.set_xlabel("time (s)")
         figure.legend(loc="outside lower center", ncols=3, handlelength=2.2, columnspacing=1.2)
+
+
+@contextmanager
+def page(path: Path, height_in: float) -> Iterator[Figure]:
+    """Yield a figure as wide as a page's column, in the style of all; then write it as PNG or SVG, as its name says."""
+    with mpl.rc_context(_STYLE | {"font.size": 9.0}):  # type: ignore[arg-type]
+        figure = Figure(figsize=(WIDE_IN, height_in), dpi=150, layout="constrained")
+        yield figure
         FigureCanvasAgg(figure)
         with atomic_file(path) as aside:
             kind = path.suffix[1:].lower()

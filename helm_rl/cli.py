@@ -52,6 +52,7 @@ COMMANDS: dict[str, Command] = {
     "eval ratio-gap": Command(
         "measuring", "eval.ratio_gap:main", "distance of a policy's split from each segment's best one"
     ),
+    "eval learning": Command("measuring", "eval.learning:main", "learning curves of training runs, side by side"),
     "eval headroom": Command(
         "measuring", "eval.headroom:main", "what adapting the split could gain on a trace of one's own"
     ),

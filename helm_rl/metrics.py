@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy.typing as npt
 
 SHED_FACTOR = 100.0
 """A request that is shed or refused counts as this many times the SLO in every figure."""
+MOST_REGRET = 1.0
+"""Regret, as a share of the reference's P99, beyond which a policy counts as no worse in a mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +73,8 @@ def quantile_ms(latency_ms: npt.NDArray[np.floating], q: float) -> float:
 def p99_ms(latency_ms: npt.NDArray[np.floating]) -> float:
     """Return the 99th percentile by nearest rank (an observed latency, never an interpolation); NaN if empty."""
     return quantile_ms(latency_ms, 0.99)
+
+
+def mean_regret(regrets: Collection[float]) -> float:
+    """Return the mean of P99 regrets, each counted as MOST_REGRET at the most: of a collapse, how deep says little."""
+    return float(np.mean([min(regret, MOST_REGRET) for regret in regrets]))

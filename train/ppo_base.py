@@ -77,6 +77,7 @@ from helm_rl.checkpoint import (
 from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from helm_rl.figures import command
+from helm_rl.metrics import mean_regret
 from train.state import Loop, capture, network_section, policy_of, restore
 
 if TYPE_CHECKING:
@@ -89,8 +90,6 @@ DISCOUNT_S = 60.0
 """Horizon of the discount: gamma = exp(-interval / DISCOUNT_S)."""
 PAPER_SIGNALS = 7
 """Features at the head of the observation that the paper's policy reads."""
-MOST_REGRET = 1.0
-"""Regret, as a share of the reference's P99, beyond which a policy counts as no worse."""
 
 
 @dataclass
@@ -508,7 +507,7 @@ def prepare_validation(args: Args, stack: contextlib.ExitStack, known: Validatio
 def with_look(found: ValidationSection, iteration: int, regrets: dict[str, float]) -> ValidationSection:
     """Return what is known after one more look; the best is the first one of the least mean regret."""
     before = found.best
-    better = before is None or mean_regret(regrets) < mean_regret(found.regrets[before])
+    better = before is None or mean_regret(regrets.values()) < mean_regret(found.regrets[before].values())
     return found.model_copy(
         update={"regrets": found.regrets | {iteration: regrets}, "best": iteration if better else before}
     )
@@ -517,11 +516,6 @@ def with_look(found: ValidationSection, iteration: int, regrets: dict[str, float
 def looks_without_gain(found: ValidationSection) -> int:
     """Return how many looks there have been since the best one."""
     return 0 if found.best is None else sum(iteration > found.best for iteration in found.regrets)
-
-
-def mean_regret(regrets: dict[str, float]) -> float:
-    """Return the mean of the regrets, each counted as MOST_REGRET at the most: of a collapse, how deep says little."""
-    return float(np.mean([min(regret, MOST_REGRET) for regret in regrets.values()]))
 
 
 def plain_arguments(args: object) -> dict[str, Any]:
@@ -962,12 +956,12 @@ def learn(
                     best = policy_of(net)
                 for name, regret in regrets.items():
                     writer.add_scalar(f"validation/p99_regret/{name}", regret, global_step)
-                writer.add_scalar("validation/mean_p99_regret", mean_regret(regrets), global_step)
+                writer.add_scalar("validation/mean_p99_regret", mean_regret(regrets.values()), global_step)
                 idle = looks_without_gain(found)
                 if 0 < args.patience <= idle and not last:
                     stopped = f"no lower regret on held-out arrivals in {idle} looks, after {iteration} iterations"
             if found.best is not None:
-                shown += f"  regret {100 * mean_regret(found.regrets[found.best]):.1f} %"
+                shown += f"  regret {100 * mean_regret(found.regrets[found.best].values()):.1f} %"
             progress.update(task, completed=iteration, description=f"training  {shown}  {sps:.0f} steps/s")
 
             # Checkpoint: in memory after every iteration, on disk every so often and whenever training stops

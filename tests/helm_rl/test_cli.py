@@ -121,6 +121,7 @@ def test_the_commands_of_this_release() -> None:
         "eval routing",
         "eval reward",
         "eval telemetry",
+        "eval learning",
         "eval headroom",
         "eval map",
         "bench engine",

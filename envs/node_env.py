@@ -84,6 +84,11 @@ class HelmNodeEnv(gym.Env[FloatArray, FloatArray]):
                 f"scenario {self.scenario.name} has hardware.nodes = {self.scenario.hardware.nodes}: this is one node; "
                 "helm_rl/HelmCluster-v0 serves with several"
             )
+        if self.scenario.event:
+            raise UserError(
+                f"scenario {self.scenario.name} has [[event]] tables, and this node is always up: leave them out; "
+                "helm_rl/HelmCluster-v0 takes them"
+            )
         check_episode_s(episode_s, self.scenario)
         self._episode_s = episode_s
         self.observation_space = spaces.Box(observation.LOW, observation.HIGH, dtype=np.float32)

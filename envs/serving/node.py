@@ -142,7 +142,7 @@ class NodeSim:
             own, new at each reset.
 
     Raises:
-        UserError: an unsound or empty trace, or a model that does not fit the pool's pages.
+        UserError: an unsound or empty trace, a model that does not fit the pool's pages, or events of a cluster.
     """
 
     def __init__(
@@ -157,6 +157,11 @@ class NodeSim:
         served: ServedTrace | None = None,
         latency_ms: npt.NDArray[np.float32] | None = None,
     ) -> None:
+        if scenario.event and hardware is None:
+            raise UserError(
+                f"scenario {scenario.name} has [[event]] tables, and one node is simulated here, which is always up: "
+                "leave them out (HelmCluster-v0 takes them)"
+            )
         served = ServedTrace(scenario, trace) if served is None else served
         self.scenario = scenario
         self.trace = trace = served.trace

@@ -239,6 +239,8 @@ def test_default_scenario_and_arguments() -> None:
         HelmNodeEnv(render_mode="human")
     with pytest.raises(UserError, match="neither a shipped scenario"):
         HelmNodeEnv("bursty")
+    with pytest.raises(UserError, match="this node is always up"):
+        HelmNodeEnv(scenario(event=[{"at_s": 1.0, "node": 0, "action": "lose"}]))
 
 
 @pytest.mark.parametrize("episode_s", [0.0, 0.49, -1.0, math.nan, math.inf])

@@ -472,6 +472,7 @@ def unsound() -> Trace:
         ({"hardware__pool_gib": 0.03}, None, "holds 15 pages"),
         ({"hardware__pool_gib": 10_000, "hardware__page_kib": 64}, None, "there must be 16 to"),
         ({"hardware__nodes": 4}, None, "hardware.nodes = 4"),
+        ({"event": [{"at_s": 1.0, "node": 0, "action": "lose"}]}, None, "one node is simulated here, which is always"),
         ({"hardware__profile": "tpu"}, None, "hardware.profile = 'tpu' is unknown; known: a100-80g"),
         ({"model__profile": "gpt"}, None, "model.profile = 'gpt' is unknown; known: decoder-0.2b"),
         ({"model__heads": 16, "model__kv_heads": 3}, None, "must be a multiple of model.kv_heads"),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -118,7 +119,7 @@ class Work:
         if replay is None:
             from envs.serving.replay import replay as simulator
 
-            replay = simulator
+            replay = partial(simulator, keep_windows=False)  # nothing here reads them
         self._replay: ReplayFunction = replay
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="replay")
         self._progress = progress

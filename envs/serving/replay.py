@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from envs.serving.cluster import ClusterSim, ClusterWindow
 from envs.serving.node import NodeSim
 from helm_rl.control.burst import BurstSettings, new_burst_state
-from helm_rl.control.protocol import Controller, Watching
+from helm_rl.control.protocol import Controller, Timetable, Watching
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import ObservationBuilder
 from helm_rl.scenario import Scenario
@@ -30,7 +31,7 @@ class Replay:
     time_s: npt.NDArray[np.float64]  # [k] ends of the intervals, on the trace's clock
     alpha: npt.NDArray[np.float32]  # [k] applied at the end of each
     target: npt.NDArray[np.float32]  # [k] in force during each
-    windows: list[WindowStats]  # [k]
+    windows: list[WindowStats]  # [k]; none where they were not kept
     decide_us: float  # median time of a decision, observation included
 
 
@@ -56,6 +57,7 @@ def replay(
     seed: int = 0,
     node: NodeSim | None = None,
     advance: Callable[[int], None] | None = None,
+    keep_windows: bool = True,
 ) -> Replay:
     """Serve the whole trace; the controller decides at the end of every interval, warm-up included.
 
@@ -67,6 +69,7 @@ def replay(
         seed: for the controller's `reset`.
         node: a simulator of this scenario and trace to use again, which saves building one.
         advance: called after each interval with its end (ns), for progress bars.
+        keep_windows: whether to return them; they take 6 KB each, which of a month of seconds is 15 GB.
 
     A target that is not a number is ignored: the last one stays. A burst detector looks at every tick, and its score is
     part of the observation. That of a controller which has one also makes it decide at once where it finds a burst; the
@@ -79,13 +82,16 @@ def replay(
     pilot = Pilot(scenario, controller, seed)  # resets the controller
     interval_ns = round(scenario.control.interval_s * 1e9)
     windows: list[WindowStats] = []
-    targets: list[float] = []
+    ends_ns, alphas, targets = array("q"), array("f"), array("f")
     watching = isinstance(controller, Watching)
     detector = controller.detector if isinstance(controller, Watching) else new_burst_state(BurstSettings())
     while node.now_ns < node.end_ns:
         targets.append(node.target)
         window = node.run(node.now_ns + interval_ns, detector, stop=watching)
-        windows.append(window)
+        ends_ns.append(window.end_ns)
+        alphas.append(window.alpha)
+        if keep_windows:
+            windows.append(window)
         target = pilot.steer(window)
         if np.isfinite(target):
             node.set_target(target)
@@ -95,8 +101,8 @@ def replay(
     return Replay(
         latency_ms=node.latency_ms.copy(),
         measured=trace.arrival_ns >= trace.meta.measure_from_ns,
-        time_s=np.array([w.end_ns for w in windows]) * 1e-9,
-        alpha=np.array([w.alpha for w in windows], np.float32),
+        time_s=np.array(ends_ns, np.int64) * 1e-9,
+        alpha=np.array(alphas, np.float32),
         target=np.array(targets, np.float32),
         windows=windows,
         decide_us=pilot.decide_us,
@@ -151,7 +157,7 @@ def replay_cluster(
 
 
 class Pilot:
-    """A controller at work on one node: it sees what telemetry lets through."""
+    """A controller at work on one node: it sees what telemetry lets through; a timetable needs to see nothing."""
 
     def __init__(self, scenario: Scenario, controller: Controller, seed: int = 0) -> None:
         controller.reset(seed)
@@ -164,7 +170,7 @@ class Pilot:
         """Take the newest window; return the target, NaN where nothing has arrived to decide upon."""
         arrived = self._telemetry.pass_on(window)
         if not arrived:
-            return math.nan
+            return self._controller.at(window.end_ns) if isinstance(self._controller, Timetable) else math.nan
         start = time.perf_counter()
         for one in arrived:
             self._controller.feedback(one)

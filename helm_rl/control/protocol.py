@@ -46,6 +46,15 @@ class Watching(Protocol):
 
 
 @runtime_checkable
+class Timetable(Protocol):
+    """A controller that goes by the clock alone: it acts on time whatever telemetry holds back or loses."""
+
+    def at(self, time_ns: int) -> float:
+        """Return the target alpha at a time of the trace's clock."""
+        ...
+
+
+@runtime_checkable
 class Resuming(Protocol):
     """A controller that can go on from an alpha that it did not choose, and keep what it has learnt meanwhile."""
 

@@ -23,7 +23,7 @@ from eval.segments import Run, measured_part
 from eval.sweep import Sweep, Work, sweep
 from helm_rl.control.schedule import ScheduledAlpha
 from helm_rl.metrics import p99_ms
-from helm_rl.scenario import Scenario
+from helm_rl.scenario import Scenario, TelemetrySection
 from helm_rl.workloads.generate import generate
 from helm_rl.workloads.trace import Trace
 
@@ -260,6 +260,18 @@ def test_a_controller_that_beats_the_search_is_replayed_again_and_reported(work:
     assert found.estimate(POLICY, "regret").value < 0
     assert found.results[0].rechecked == (POLICY,)
     assert any("beat the reference" in note for note in found.notes)
+
+
+def test_a_schedule_keeps_its_times_though_telemetry_is_late_or_lost(work: Work) -> None:
+    blind = two_segments()
+    trace = generate(blind, seed=15)  # on which the search finds a schedule
+    found = []
+    for telemetry in (TelemetrySection(), TelemetrySection(delay_s=30), TelemetrySection(loss=0.9)):
+        seen = blind.model_copy(update={"telemetry": telemetry})
+        swept, optimum = prepared(seen, trace, work, GRID)
+        found.append(reference(seen, trace, swept, optimum, work, replace(COARSE, piece_s=5.0)))
+    assert found[0].winner == "dynamic_programming"
+    assert found[0].p99_ms == found[1].p99_ms == found[2].p99_ms
 
 
 def test_a_schedule_that_replays_otherwise_is_an_error(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

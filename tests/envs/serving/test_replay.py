@@ -114,6 +114,13 @@ def test_a_target_that_is_not_a_number_is_ignored(load: tuple[Scenario, Trace]) 
     assert np.isfinite(result.latency_ms).all()
 
 
+def test_windows_that_nobody_reads_need_not_be_kept(load: tuple[Scenario, Trace]) -> None:
+    kept, light = (replay(*load, Recorder(0.3, 0.8), keep_windows=keep) for keep in (True, False))
+    assert light.windows == []
+    assert same(replace(light, windows=kept.windows), kept)
+    assert light.time_s.tolist() == [window.end_ns * 1e-9 for window in kept.windows]
+
+
 def test_targets_are_clipped(load: tuple[Scenario, Trace]) -> None:
     assert replay(*load, Recorder(7.0, -7.0)).target[1:3] == pytest.approx([0.9, 0.1])
 

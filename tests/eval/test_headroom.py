@@ -91,8 +91,19 @@ def test_the_answer_says_whether_it_is_worth_it(made: Headroom) -> None:
 def test_where_everything_is_shed_alpha_has_no_say(made: Headroom) -> None:
     room = made.rooms[0]
     shed = {alpha: replace(run, p99_ms=10_000.0) for alpha, run in room.swept.runs.items()}
-    full = replace(made, rooms=(replace(room, swept=replace(room.swept, runs=shed)),))
-    assert "sheds more than 1 %" in answer(full)
+    swept = replace(room.swept, runs=shed)
+    lost = replace(room, swept=swept, reference=replace(room.reference, run=shed[0.5]))
+    assert "whatever alpha does" in answer(replace(made, rooms=(lost,)))
+    assert "requests in 1 of 2 draws, and so does the best schedule" in answer(replace(made, rooms=(lost, room)))
+
+
+def test_a_schedule_that_spares_the_shedding_is_worth_it(made: Headroom) -> None:
+    room = made.rooms[0]
+    shed = {alpha: replace(run, p99_ms=10_000.0) for alpha, run in room.swept.runs.items()}
+    told = answer(replace(made, rooms=(replace(room, swept=replace(room.swept, runs=shed)),)))
+    assert "would lower P99 by 99.6 %" in told or "would lower P99 by 100 %" in told
+    assert "whatever alpha does" not in told
+    assert "counts as a P99 of 10,000 ms; the schedule does not. Worth it." in told
 
 
 def tails(rng: np.random.Generator, blocks: int, requests: int, scale: Floats) -> tuple[Floats, np.ndarray]:

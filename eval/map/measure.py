@@ -7,10 +7,23 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from eval.map.grid import ALPHA_MAX, ALPHA_MIN, LOADS, PREPARING_SEED, SECONDS, SEEDS_FROM, Cell, Grid, Setting
+from eval.map.grid import (
+    ALPHA_MAX,
+    ALPHA_MIN,
+    LOADS,
+    PREPARING_SEED,
+    SECONDS,
+    SEEDS_FROM,
+    WARM_S,
+    Cell,
+    Grid,
+    Setting,
+    requests,
+)
 from eval.map.player import Player, Schedule
 from eval.map.rows import Row
 from eval.map.shift import Shift, kept_times, search
+from eval.segments import LEAST_REQUESTS
 from eval.statistics import Floats
 from eval.sweep import COARSE_STEP, STEP, Curve, alpha_grid, curve
 from helm_rl.metrics import p99_ms
@@ -23,6 +36,8 @@ FIRST_RATE = 200.0
 MOST_RATE = 12_800.0
 LEAST_BASE_RATE = 5.0
 """Requests/s of the base below which its P99 would be a handful of requests."""
+SURE = 1.3
+"""Requests in the mean, over those that a P99 needs: no draw falls so far short of its mean."""
 STEADY_S = 300.0
 MOST_STEADY_REQUESTS = 40_000
 REACH_STEPS = 2
@@ -54,7 +69,8 @@ def prepare(grid: Grid, setting: Setting) -> Row:
 def largest_rate(grid: Grid, setting: Setting) -> float | None:
     """Return the largest rate (requests/s at the burst's height) at which one of LIMIT_ALPHAS holds the SLO.
 
-    By bisection, on arrivals of their own; None if it is below the least load.
+    By bisection, on arrivals of their own; None if it is below the least load, or so low that the lowest of the grid's
+    loads would have too few requests for a P99.
     """
     from helm_rl.workloads.generate import generate
 
@@ -70,7 +86,7 @@ def largest_rate(grid: Grid, setting: Setting) -> float | None:
                 return True
         return False
 
-    least = LEAST_BASE_RATE / (1 - setting.hot_share)
+    least = max(LEAST_BASE_RATE / (1 - setting.hot_share), _least_rate(setting))
     low = high = max(FIRST_RATE, least)
     if holds(low):
         while high < MOST_RATE and holds(2 * high):
@@ -89,7 +105,15 @@ def largest_rate(grid: Grid, setting: Setting) -> float | None:
     while high / low > LIMIT_RATIO:
         middle = float(np.sqrt(low * high))
         low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    share = min(LOADS[load] for load in grid.loads)
+    least_base = SURE * LEAST_REQUESTS / STEADY_S / (1 - setting.hot_share)
+    return low if share * low >= max(_least_rate(setting), least_base) else None
+
+
+def _least_rate(setting: Setting) -> float:
+    """Return the rate at which the pattern has SURE times the requests that a P99 needs, measured ones."""
+    measured = requests(setting, 1.0, 1.0) - (1 - setting.hot_share) * WARM_S
+    return SURE * LEAST_REQUESTS / measured
 
 
 def _steady(grid: Grid, setting: Setting, rate: float) -> Curve:

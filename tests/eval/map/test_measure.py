@@ -34,6 +34,21 @@ def test_where_the_least_load_is_too_much_there_is_no_rate(fake: type[FakePlayer
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("hot_share", [0.05, 0.2, 0.5, 0.8])
+def test_a_rate_that_is_too_low_for_a_p99_is_out_of_reach(fake: type[FakePlayer], hot_share: float) -> None:
+    setting = Setting("decoder-0.2b", "remote-ps", 0.0, 1500.0, hot_share)
+    rates = []
+    for most in np.geomspace(4.0, 60.0, 12) / (1 - hot_share):
+        fake.most_rate = most
+        prepared = measure.prepare(Grid(), setting)
+        rates.append(prepared["rate"])
+        if prepared["rate"] is not None:
+            found = measure.measure(Grid(), Cell(setting, "moderate"), 1, prepared, None)
+            assert found["requests"] > 1_000
+    assert rates[0] is None
+    assert rates[-1] is not None
+
+
 def test_the_deployable_static_is_best_on_the_base(fake: type[FakePlayer]) -> None:
     fake.most_rate = 60.0
     found = measure.prepare(Grid(), SETTING)

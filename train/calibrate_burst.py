@@ -53,7 +53,7 @@ from train.calibration import (
 from train.detection import Cell
 from train.detection import Load as Arrivals
 from train.firings import Firings, firings
-from train.recovery_fit import WORSE, Bursts, Fit, Outcome, fit_rule, recovering, steady_alpha
+from train.recovery_fit import WORSE, Bursts, Fit, Outcome, Reached, fit_rule, recovering, steady_alpha
 
 RATES = (20.0, 67.0, 140.0, 420.0, 1500.0)
 DISPERSIONS = (1.0, 2.0, 4.0)
@@ -65,6 +65,8 @@ FOUND = 0.95
 """Share of bursts that is to be found within a second, where the limit finds as many."""
 LEAST_FACTOR = 1.5
 """From which bursts are to be found."""
+PROMPT = 1.5
+"""Times what detection and the budget of migration need, in which the target should be applied."""
 FASTER = 0.8
 """Times the P99 of a burst's first seconds without recovery, that it should be with it."""
 LEAST_S, MOST_S = 1.0, 100_000.0
@@ -94,6 +96,7 @@ class Args:
     where the detector does);
     burst.firings_per_hour.<file name of a log>;
     recovery.{alpha_cold,alpha_hot}, recovery.found_after_s (seconds from the start of a burst of the scenario, median),
+    recovery.target_ratio (time to the rule's target over what detection and the budget of migration need, median),
     recovery.first_10s_p99_ms[.without], recovery.first_10s_ratio, recovery.p99_ms
     [.without], recovery.p99_ratio (with recovery over without, on draws that were not used for the fit).
     """
@@ -141,12 +144,21 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Recovered:
-    """The fitted rule; P99 with and without it on other draws, and when bursts are found there, in the median."""
+    """The fitted rule; P99 with and without it on other draws, and when bursts are found there, in the median.
+
+    reached: how soon the rule's target was applied there.
+    """
 
     fit: Fit
     with_rule: Outcome
     without: Outcome
     found_after_s: float
+    reached: list[Reached]
+
+    @property
+    def reached_ratio(self) -> float:
+        """Time to the target over what detection and budget need, the median over bursts; NaN where none was set."""
+        return float(np.median([one.ratio for one in self.reached])) if self.reached else math.nan
 
 
 def main(args: Args) -> None:
@@ -301,7 +313,8 @@ def fit_recovery(args: Args, scenario: Scenario, thresholds: Thresholds, plan: C
     makers = [recovering(base, fit.rule, settings, scenario.control.rate_per_s), base]
     others = bursts(_FIT_HELD_OUT)
     with_rule, without = others.outcomes(makers, advance)
-    return Recovered(fit, with_rule, without, float(np.median(others.found_after_s(settings))))
+    reached = others.reached(makers[0], advance)
+    return Recovered(fit, with_rule, without, float(np.median(others.found_after_s(settings))), reached)
 
 
 def base_maker(policy: Path | None, scenario: Scenario, alpha: float) -> Callable[[], Controller]:
@@ -345,6 +358,9 @@ def figures_of(
     if recovered is not None:
         rule, with_rule, without = recovered.fit.rule, recovered.with_rule, recovered.without
         first, whole = with_rule.first_ms / without.first_ms, with_rule.whole_ms / without.whole_ms
+        if recovered.reached:
+            goal = None if args.quick else PROMPT
+            figures["recovery.target_ratio"] = Figure(recovered.reached_ratio, "ratio", "lower", goal)
         figures |= {
             "recovery.alpha_cold": Figure(rule.alpha_cold, "alpha", "higher"),
             "recovery.alpha_hot": Figure(rule.alpha_hot, "alpha", "lower"),
@@ -425,6 +441,12 @@ def show(
             f"{with_rule.first_ms:,.1f} ms against {without.first_ms:,.1f} without, that of the whole run "
             f"{with_rule.whole_ms:,.1f} against {without.whole_ms:,.1f}"
         )
+        if recovered.reached:
+            seconds = np.median([one.reached_s for one in recovered.reached])
+            out.print(
+                f"its target is applied {seconds:.1f} s after a burst begins, {recovered.reached_ratio:.2f} times what "
+                "detection and the budget of migration need (medians)"
+            )
     out.print(f"wrote {args.output}")
 
 

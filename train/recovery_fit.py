@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from envs.serving.replay import replay
+from envs.serving.replay import Replay, replay
 from eval.segments import ONSET_S, onsets
 from helm_rl.control.burst import BurstSettings
 from helm_rl.control.protocol import Controller
@@ -30,6 +30,8 @@ WORSE = 1.01
 ALIKE = 1.02
 """Rules whose P99 of the whole run is within this factor of the least are told apart by the bursts' first seconds."""
 COARSE, FINE = 0.2, 0.1
+NEAR = 0.01
+"""Of the target: alpha is there."""
 _STEADY_S = 200.0
 
 Floats = npt.NDArray[np.float32]
@@ -74,6 +76,23 @@ def steady_alpha(scenario: Scenario, seeds: Sequence[int], jobs: int, advance: A
     return float(alphas[int(np.argmin(tails))])
 
 
+@dataclass(frozen=True)
+class Reached:
+    """A burst: seconds from its start to when recovery set a target, and to when that was applied; inf: it never was.
+
+    least_s: what the budget of migration alone needs for the way, in seconds; 0 for one that was never done.
+    """
+
+    set_s: float
+    reached_s: float
+    least_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Time to the target over the least: detection and the budget's time together."""
+        return self.reached_s / (self.set_s + self.least_s)
+
+
 class Bursts:
     """Draws of a scenario with bursts, on which controllers are replayed from one alpha."""
 
@@ -114,6 +133,48 @@ class Bursts:
             Outcome(p99_ms(np.concatenate([a for a, _ in group])), p99_ms(np.concatenate([b for _, b in group])))
             for group in groups
         ]
+
+    def reached(self, make: Callable[[], Controller], advance: Advance) -> list[Reached]:
+        """Replay every draw under a controller with recovery; return how soon its target was reached in each burst."""
+        control = self.scenario.control
+        found = []
+        for trace in self.traces:
+            served = replay(self.scenario, trace, make(), alpha0=self.alpha0)
+            advance()
+            per_s = control.migrate_pages_per_s / served.windows[0].pages
+            for phase in trace.meta.phases[1:]:
+                most = control.rate_per_s * control.interval_s
+                one = reached(served, phase.start_ns * 1e-9, phase.end_ns * 1e-9, per_s, most)
+                found += [] if one is None else [one]
+        return found
+
+
+def reached(served: Replay, start_s: float, end_s: float, per_s: float, most: float) -> Reached | None:
+    """Return how soon the target that recovery set in a burst was applied; None: it set none there.
+
+    It is set where the target jumps by more than a controller below moves it in an interval, and reached where no more
+    than NEAR is missing from the target of that moment, which follows the load.
+
+    Args:
+        served: a replay under recovery.
+        start_s, end_s: of the burst.
+        per_s: most that alpha can change in a second.
+        most: most that the target changes in an interval without recovery.
+    """
+    inside = (served.time_s > start_s) & (served.time_s <= end_s)
+    jumps = np.abs(np.diff(served.target, prepend=served.target[0])) > 1.01 * most
+    at = np.flatnonzero(inside & jumps)
+    if at.size == 0:
+        return None
+    first = int(at[0])  # the window that began with the new target
+    set_s = float(served.time_s[first - 1])
+    near = np.abs(served.alpha - served.target) <= NEAR
+    there = np.flatnonzero(near & (served.time_s <= end_s) & (np.arange(near.size) >= first))
+    if there.size == 0:
+        return Reached(set_s - start_s, math.inf, 0.0)
+    last = int(there[0])
+    way = abs(float(served.target[last]) - float(served.alpha[first - 1]))
+    return Reached(set_s - start_s, float(served.time_s[last]) - start_s, way / per_s)
 
 
 def fit_rule(bursts: Bursts, base: Callable[[], Controller], settings: BurstSettings, advance: Advance) -> Fit:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from envs.serving.replay import replay
+from envs.serving.replay import Replay, replay
 from helm_rl.control.burst import BurstSettings
 from helm_rl.control.recovery import Recovery, RecoveryRule
 from helm_rl.control.static import StaticAlpha
@@ -15,7 +15,7 @@ from helm_rl.errors import UserError
 from helm_rl.metrics import p99_ms
 from tests.envs.worlds import QUICK, scenario
 from train.detection import NEVER
-from train.recovery_fit import Bursts, Outcome, best_rule, burst_starts_s, recovering
+from train.recovery_fit import Bursts, Outcome, best_rule, burst_starts_s, reached, recovering
 
 BURST = {"start_s": 14.0, "seconds": 12.0, "rate": 200.0, "requests_per_visit": 3.0, "label": "burst"}
 
@@ -49,6 +49,34 @@ def test_outcomes_are_those_of_the_replays() -> None:
     assert len(found) == 2
     assert max(found) < 1.5
     assert bursts.found_after_s(BurstSettings(threshold=NEVER)) == [math.inf] * 2
+
+
+def steps(targets: list[float], alphas: list[float]) -> Replay:
+    """A replay of seconds, of which only targets and alphas count."""
+    nothing = np.zeros(0)
+    time_s = np.arange(1.0, len(targets) + 1)
+    found = np.array(targets, np.float32), np.array(alphas, np.float32)
+    return Replay(nothing, nothing.astype(bool), time_s, found[1], found[0], [], 0.0)
+
+
+def test_the_time_to_a_target_is_held_against_detection_and_budget() -> None:
+    # The burst begins at 2 s, is found at 3 s, and .4 of the pool at .1 a second take 4 s: it is there at 8 s
+    served = steps([0.9, 0.9, 0.9, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5], [0.9, 0.9, 0.9, 0.82, 0.74, 0.66, 0.58, 0.505, 0.5])
+    found = reached(served, 2.0, 9.0, 0.1, 0.06)
+    assert found is not None
+    assert (found.set_s, found.reached_s) == (1.0, 6.0)
+    assert found.least_s == pytest.approx(4.0)
+    assert found.ratio == pytest.approx(6.0 / 5.0)
+    # A target that moves on is followed: the way is that to where it was when it was reached
+    served = steps([0.9, 0.9, 0.9, 0.6, 0.55, 0.5], [0.9, 0.9, 0.9, 0.7, 0.6, 0.5])
+    found = reached(served, 2.0, 6.0, 0.2, 0.06)
+    assert found is not None
+    assert (found.reached_s, found.least_s) == (pytest.approx(4.0), pytest.approx(2.0))
+    # Never there, and nothing set
+    late = reached(steps([0.9, 0.9, 0.3, 0.3], [0.9, 0.9, 0.8, 0.7]), 1.0, 4.0, 0.1, 0.06)
+    assert late is not None
+    assert late.ratio == math.inf
+    assert reached(steps([0.9, 0.86, 0.82], [0.9, 0.88, 0.84]), 0.0, 3.0, 0.1, 0.06) is None
 
 
 def test_a_load_without_bursts_is_refused() -> None:

@@ -27,7 +27,7 @@ from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import atomic_file, check_outputs
 from helm_rl.metrics import SHED_FACTOR, p99_ms, quantile_ms
-from helm_rl.scenario import Scenario, load_scenario
+from helm_rl.scenario import Scenario, for_nodes, load_scenario
 from helm_rl.workloads.generate import generate
 from helm_rl.workloads.trace import BASE, Trace
 
@@ -320,19 +320,13 @@ def stretch(scenario: Scenario, bursts: int, nodes: int) -> Scenario:
 
     The base load before the scenario's first phase comes before every burst.
     """
-    fields = scenario.model_dump()
-    load = fields["load"]
     period_s = max(phase.start_s + phase.seconds for phase in scenario.load.phase)
-    phases = []
-    for k in range(max(1, bursts)):
-        for phase in load["phase"]:
-            rate_end = None if phase["rate_end"] is None else phase["rate_end"] * nodes
-            moved = {"start_s": phase["start_s"] + k * period_s, "rate": phase["rate"] * nodes, "rate_end": rate_end}
-            phases.append(phase | moved)
-    seconds = period_s * max(1, bursts) + AFTER_S
-    load |= {"rate": load["rate"] * nodes, "users": load["users"] * nodes, "phase": phases}
-    fields["hardware"]["nodes"] = nodes
-    return Scenario.model_validate(fields | {"seconds": seconds})
+    fields = for_nodes(scenario, nodes).model_dump()
+    load = fields["load"]
+    load["phase"] = [
+        phase | {"start_s": phase["start_s"] + k * period_s} for k in range(max(1, bursts)) for phase in load["phase"]
+    ]
+    return Scenario.model_validate(fields | {"seconds": period_s * max(1, bursts) + AFTER_S})
 
 
 def _bursts(scenario: Scenario) -> tuple[tuple[float, float], ...]:

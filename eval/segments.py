@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -183,7 +183,19 @@ def reduce_replay(replay: Replay, trace: Trace, part: Measured, slo_ms: float) -
     )
 
 
-def gap(run: Run, windows_ns: list[tuple[int, int]], best: list[float], flat: list[FlatSet]) -> Gap:
+class Trajectory(Protocol):
+    """Alpha over time: of one node, [k], or of N, [k, N]."""
+
+    @property
+    def time_s(self) -> Floats:
+        """[k] ends of the intervals."""
+
+    @property
+    def alpha(self) -> npt.NDArray[np.floating]:
+        """[k] or [k, N], applied at the end of each."""
+
+
+def gap(run: Trajectory, windows_ns: list[tuple[int, int]], best: list[float], flat: list[FlatSet]) -> Gap:
     """Average |alpha - best| and the distance to the flat set over the intervals that end in the given windows.
 
     windows_ns: (start, end] of each; best and flat: the best alpha and the flat set in force in each.

@@ -360,6 +360,17 @@ def at_load(scenario: Scenario, multiple: float) -> Scenario:
     return scenario.model_copy(update={"load": load})
 
 
+def for_nodes(scenario: Scenario, nodes: int) -> Scenario:
+    """Return a scenario of one node for a cluster of `nodes` of them: its rates and users times as many."""
+    load = at_load(scenario, nodes).load
+    return scenario.model_copy(
+        update={
+            "load": load.model_copy(update={"users": load.users * nodes}),
+            "hardware": scenario.hardware.model_copy(update={"nodes": nodes}),
+        }
+    )
+
+
 def load_scenario(name_or_path: str | Path, load: Load = "limit") -> Scenario:
     """Return a shipped scenario by its name, or read one from a TOML file.
 

@@ -12,40 +12,44 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
+import numpy.typing as npt
 import tyro
 from rich.table import Table
 
 from eval.command import console, fitting_bundle
 from eval.comparison import SEEDS_FROM
-from eval.segments import Run, gap
+from eval.segments import gap
 from eval.statistics import Floats, standard_error
 from eval.sweep import Sweep, Work, half_of, sweep_adaptively, working
 from helm_rl.checkpoint import POLICY_FILE, Bundle
 from helm_rl.control.base import BasePolicy
+from helm_rl.control.guard import Guard, Judge
 from helm_rl.control.protocol import Controller, FloatArray
-from helm_rl.control.residual import Learnt, Residual, ResidualSettings
+from helm_rl.control.residual import Learnt, Residual, ResidualSettings, on_cluster
 from helm_rl.control.residual_file import ResidualOrigin, SavedResidual, save_residual
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
 from helm_rl.metrics import WindowStats, p99_ms
 from helm_rl.profiles.hardware import HARDWARE
-from helm_rl.scenario import Load, Scenario, load_scenario, scenario_hash
+from helm_rl.scenario import Load, Scenario, for_nodes, load_scenario, scenario_hash
 from train.variations import as_hard
 
 if TYPE_CHECKING:
-    from envs.serving.replay import Replay
+    from envs.serving.replay import ClusterReplay, Replay
     from helm_rl.workloads.trace import Trace
 
 FALSE_COST = 0.1
 """Mean tail cost that false feedback tells of."""
 STEP = 0.04
 """Spacing of the statics behind alpha*."""
+MOST_NODES = 1024
 
 STUDENT_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 """One-sided 95 % points of Student's t for 1, 2, ... degrees of freedom; the last serves for more."""
@@ -57,7 +61,10 @@ Feedback = Literal["true", "constant", "random", "inverted"]
 class Args:
     """Let the residual adapter learn on a service, and hold the base policy with it against the base policy alone.
 
-    The gap is the mean distance of alpha to the best one of each segment, settled; both serve the same arrivals.
+    On one node blocks of trying, of acting and of neither follow each other; with --nodes, each node has its own role
+    in each block, those of neither being the control, and all nodes learn one network. The gap is the mean distance of
+    alpha to the best one of each segment, settled; both serve the same arrivals. For a cluster the best ones are those
+    of one node under its share of the load.
 
     Figures written by --json: residual.gap.{base, adapted}, residual.gap_ratio (adapted over base),
     residual.p99_ms.{base, adapted}, residual.p99_ratio, residual.p99_ratio_upper (one-sided 95 % over the draws),
@@ -77,6 +84,8 @@ class Args:
     """Another speed of the link to the embedding tables, in GB/s."""
     zipf_items: float | None = None
     """Another exponent of the items' popularity."""
+    nodes: int = 1
+    """Nodes behind the scenario's router, each with the scenario's load."""
     intervals: int = 3_000
     """Intervals of learning, at least, in whole draws of arrivals."""
     draws: int = 5
@@ -140,14 +149,23 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Served:
+    """One replay: P99, and alpha at the end of each of k intervals, of one node [k] or of N [k, N]."""
+
+    p99_ms: float
+    time_s: Floats
+    alpha: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class Draw:
-    """One set of arrivals, served by the base alone and with the adapter; best: alpha* of each segment."""
+    """One set of arrivals, served by the base alone and with the adapter; swept: for the best alpha of each segment."""
 
     swept: Sweep
-    base: Run
-    adapted: Run
+    base: Served
+    adapted: Served
 
-    def gap(self, run: Run) -> float:
+    def gap(self, run: Served) -> float:
         """Return the mean |alpha - alpha*| over the settled halves of all segments."""
         settled = [(span.middle_ns, span.end_ns) for span in self.swept.part.spans]
         curves = self.swept.settled
@@ -163,7 +181,7 @@ class Result:
     draws: list[Draw]
     tripped: int
     proven: bool
-    learnt: Learnt
+    learnt: Learnt | None
     seconds: float
 
     @property
@@ -209,7 +227,7 @@ def main(args: Args) -> None:
 
 def check_args(args: Args) -> None:
     """Raise UserError naming the first argument that is out of range."""
-    for name, least in (("intervals", 1), ("draws", 1), ("seed", 0)):
+    for name, least in (("intervals", 1), ("draws", 1), ("seed", 0), ("nodes", 1)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} must be at least {least}, got {getattr(args, name)}")
     if args.hardware is not None and args.hardware not in HARDWARE:
@@ -218,6 +236,10 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         if value is not None and not 0.0 < value <= most:
             raise UserError(f"--{name.replace('_', '-')} must be above 0 and at most {most:g}, got {value:g}")
+    if args.nodes > MOST_NODES:
+        raise UserError(f"--nodes must be at most {MOST_NODES}, got {args.nodes}")
+    if args.nodes > 1 and args.output is not None:
+        raise UserError("--output: what nodes learnt together is not kept in a file; leave --nodes out")
     settings(args)
 
 
@@ -248,43 +270,62 @@ def service(args: Args) -> Scenario:
 
 def measure(scenario: Scenario, bundle: Bundle, args: Args, work: Work) -> Result:
     """Learn on draws that training has, then serve draws that evaluations have."""
-    from envs.serving.replay import replay
     from envs.training_traces import SEEDS_FROM as TRAINING_SEEDS_FROM
     from helm_rl.workloads.generate import generate
 
     begun = time.perf_counter()
-    twin, base = (BasePolicy.of(bundle, scenario.control.interval_s) for _ in range(2))
-    adapter = Residual(base, settings(args))
-    adapter.reset(args.seed)
-    kept = Kept(adapter, args.feedback, args.seed)
-    half = half_of(scenario)
+    serving = scenario if args.nodes == 1 else for_nodes(scenario, args.nodes)
+    twins, bases = ([BasePolicy.of(bundle, scenario.control.interval_s) for _ in range(args.nodes)] for _ in range(2))
+    adapters, judge = adapters_of(bases, args)
+    kept = [Kept(adapter, args.feedback, args.seed + node) for node, adapter in enumerate(adapters)]
+    both: list[list[Controller]] = [list(kept), list(twins)]
+
+    def serve_both(seed: int) -> list[Served]:
+        trace = generate(serving, seed=seed)
+        work.plan(2)
+        return work.map(lambda controllers: serve(serving, trace, controllers, work), both)
+
     learning, intervals, draw = [], 0, 0
     while intervals < args.intervals:
-        trace = generate(scenario, seed=TRAINING_SEEDS_FROM + args.seed + draw)
-        draw += 1
         work.describe(f"learning: {intervals:,} of {args.intervals:,} intervals")
-        work.plan(2)
-
-        def serve(controller: Controller, trace: Trace = trace) -> Replay:
-            found = replay(scenario, trace, controller, alpha0=half)
-            work.advance()
-            return found
-
-        both: list[Controller] = [kept, twin]
-        served = work.map(serve, both)
-        tails = [p99_ms(each.latency_ms[each.measured]) for each in served]
-        learning.append(tails[0] / tails[1])
-        intervals += len(served[0].windows)
-    learnt = adapter.learnt()
+        adapted, alone = serve_both(TRAINING_SEEDS_FROM + args.seed + draw)
+        draw += 1
+        learning.append(adapted.p99_ms / alone.p99_ms)
+        intervals += len(alone.time_s)
+    learnt = adapters[0].learnt() if args.nodes == 1 else None
     draws = []
     for index in range(args.draws):
-        trace = generate(scenario, seed=SEEDS_FROM + args.seed + index)
+        seed = SEEDS_FROM + args.seed + index
         work.describe(f"measuring: arrivals {index + 1} of {args.draws}")
-        swept = sweep_adaptively(scenario, trace, work, STEP)
-        alone, adapted = work.run(scenario, trace, swept.part, [(twin, half, 0), (kept, half, 0)])
+        swept = sweep_adaptively(scenario, generate(scenario, seed=seed), work, STEP)
+        adapted, alone = serve_both(seed)
         draws.append(Draw(swept, alone, adapted))
-    guard = adapter.guard
-    return Result(scenario, learning, draws, guard.tripped, guard.proven, learnt, time.perf_counter() - begun)
+    return Result(serving, learning, draws, judge.tripped, judge.proven, learnt, time.perf_counter() - begun)
+
+
+def adapters_of(bases: Sequence[BasePolicy], args: Args) -> tuple[list[Residual], Judge]:
+    """Return the adapter of each node, and their guard."""
+    if len(bases) > 1:
+        return on_cluster(bases, settings(args), seed=args.seed)
+    adapter = Residual(bases[0], settings(args))
+    adapter.reset(args.seed)
+    assert isinstance(adapter.guard, Guard)
+    return [adapter], adapter.guard
+
+
+def serve(scenario: Scenario, trace: Trace, controllers: Sequence[Controller], work: Work) -> Served:
+    """Replay the trace from an alpha of .5, with a controller for each node."""
+    from envs.serving.replay import replay, replay_cluster
+
+    half = half_of(scenario)
+    found: Replay | ClusterReplay
+    if len(controllers) == 1:
+        found = replay(scenario, trace, controllers[0], alpha0=half, keep_windows=False)
+    else:
+        makers = iter(controllers)
+        found = replay_cluster(scenario, trace, lambda: next(makers), alpha0=half)
+    work.advance()
+    return Served(p99_ms(found.latency_ms[found.measured]), found.time_s, found.alpha)
 
 
 def save(path: Path, bundle: Bundle, result: Result, args: Args) -> None:
@@ -297,6 +338,7 @@ def save(path: Path, bundle: Bundle, result: Result, args: Args) -> None:
         intervals=args.intervals,
         measured=measured,
     )
+    assert result.learnt is not None
     save_residual(path, SavedResidual(result.learnt, origin))
 
 
@@ -304,9 +346,10 @@ def table(result: Result, args: Args) -> Table:
     """Return the base alone and with the adapter side by side."""
     figures = {name: figure.value for name, figure in result.figures().items()}
     state = "it may act" if result.proven else "its guard keeps it still" if result.tripped else "it is on probation"
+    nodes = f", {args.nodes} nodes" if args.nodes > 1 else ""
     title = (
-        f"{result.scenario.name}: base policy with a residual adapter that learnt for {args.intervals:,} intervals "
-        f"from {args.feedback} feedback; {state}"
+        f"{result.scenario.name}{nodes}: base policy with a residual adapter that learnt for "
+        f"{args.intervals:,} intervals from {args.feedback} feedback; {state}"
     )
     found = Table(title=title, title_justify="left")
     found.add_column("controller")

@@ -36,7 +36,7 @@ class ClusterState(NamedTuple):
     clocks: npt.NDArray[np.int64]
     refresh_ns: npt.NDArray[np.int64]  # [1] age up to which loads and hit rates are seen; 0: as they are
     slo_ns: npt.NDArray[np.float64]  # [1]
-    idle_ns: npt.NDArray[np.int64]  # [N] when a node will have done all that it has, as of the last request it got
+    idle_ns: npt.NDArray[np.int64]  # [N] when a node will have done all, as of its last request or interval's end
     seen_ns: npt.NDArray[np.int64]  # [N] the same as the router saw it
     emb: npt.NDArray[np.float64]  # [N, F] share of the rows of a phase's requests that a node holds
     seen_emb: npt.NDArray[np.float64]  # [N, F]

@@ -1,16 +1,18 @@
 """A guard for what learns in service: blocks of trying, of acting and of neither tell whether it may act.
 
-Latency is all that counts, and it is noisy: what a load does to it is taken out by a regression on the load (no
-counterfactual is seen on one node), and a verdict needs many blocks. What is tried in a block is drawn by lot, so that
-no rhythm of the load can be taken for an effect.
+Latency is all that counts, and it is noisy: what a load does to it is taken out by a regression on the load, and a
+verdict needs many blocks. What is tried in a block is drawn by lot, so that no rhythm of the load can be taken for an
+effect. One node sees no counterfactual; in a cluster control nodes show it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +86,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ExpectedState:
-    """What `_Expected` has learnt: weights [FEATURES], inverse [FEATURES][FEATURES], and from how many blocks."""
+    """What `Expected` has learnt: weights [FEATURES], inverse [FEATURES][FEATURES], and from how many blocks."""
 
     weights: list[float]
     inverse: list[list[float]]
@@ -110,8 +112,11 @@ class GuardState:
 
 
 @dataclass
-class _Sums:
-    """Sums over the counted intervals of a block."""
+class Sums:
+    """Sums over the counted intervals of a block.
+
+    observed: P99 over the SLO as observations had it, of each interval in which it was a number.
+    """
 
     tail_cost: float = 0.0
     completed: int = 0
@@ -121,11 +126,17 @@ class _Sums:
     observed: list[float] = field(default_factory=list)
 
     def add(self, window: WindowStats, observed: float) -> None:
+        """Add one interval."""
         for name in ("completed", "arrivals", "returning", "history_tokens"):
             setattr(self, name, getattr(self, name) + getattr(window, name))
         self.tail_cost += window.tail_cost_sum
         if math.isfinite(observed) and observed > 0:
             self.observed.append(observed)
+
+    def cost(self) -> tuple[float, float]:
+        """Return ln of the mean tail cost, and the mean ln of the observed P99; NaN where nothing was measured."""
+        claimed = math.log(self.tail_cost / self.completed) if self.completed and self.tail_cost > 0 else math.nan
+        return claimed, float(np.mean(np.log(self.observed))) if self.observed else math.nan
 
     def load(self) -> npt.NDArray[np.float64]:
         """Return the features of the load, float64 [FEATURES]."""
@@ -135,7 +146,7 @@ class _Sums:
         )
 
 
-class _Expected:
+class Expected:
     """Recursive least squares with forgetting: what a load costs on average."""
 
     def __init__(self, state: ExpectedState | None = None, forget: float = 0.99) -> None:
@@ -145,10 +156,13 @@ class _Expected:
         self._seen = 0 if state is None else state.seen
 
     def state(self) -> ExpectedState:
+        """Return what was learnt; nothing in it is shared."""
         return ExpectedState(self._weights.tolist(), self._inverse.tolist(), self._seen)
 
     def better(self, load: npt.NDArray[np.float64], cost: float) -> float:
-        """Return expectation less cost, before this block is learnt from; NaN where too few were seen."""
+        """Return expectation less cost, before this block is learnt from; NaN where too few were seen, or it is NaN."""
+        if not math.isfinite(cost):
+            return math.nan
         gain = self._inverse @ load
         gain = gain / (self._forget + load @ gain)
         off = cost - float(self._weights @ load)
@@ -158,7 +172,7 @@ class _Expected:
         return -off if self._seen > 2 * FEATURES else math.nan
 
 
-def _z(values: deque[float]) -> float:
+def standing(values: Sequence[float] | deque[float]) -> float:
     """Return the mean over its standard error; 0 where nothing varies."""
     if len(values) < 2:
         return 0.0
@@ -166,8 +180,64 @@ def _z(values: deque[float]) -> float:
     return 0.0 if spread <= 1e-12 else float(np.mean(values)) / spread * math.sqrt(len(values))
 
 
-class Guard:
-    """Draws what each block is for, measures it, and ends what harms or proves nothing.
+class Judge:
+    """What blocks have told: whether a learner has proven itself, and whether it harms.
+
+    Gains of blocks are remembered as in `GuardState`. A subclass says what blocks are, and what to rest means.
+    """
+
+    def __init__(self, settings: GuardSettings | None) -> None:
+        self.settings = GuardSettings() if settings is None else settings
+        self.tripped = 0
+        """Times that the learner was made to rest."""
+        self._forget()
+
+    @property
+    def proven(self) -> bool:
+        """Whether what was learnt may be acted on."""
+        enough = len(self._claimed) >= self.settings.probation
+        return enough and min(standing(self._claimed), standing(self._observed)) > self.settings.proof
+
+    def judge(self, verdict: Verdict, followed: float) -> None:
+        """Learn from a block of trying how good it would have been to follow the learner.
+
+        followed: what the learner expected of the side that was tried, from -1 to 1, before this block taught it.
+        """
+        if not (math.isfinite(verdict.claimed) and math.isfinite(verdict.observed)):
+            return
+        self._claimed.append(followed * verdict.claimed)
+        self._observed.append(followed * verdict.observed)
+        self._tried += 1
+        if self._tried >= self.settings.probation and not self.proven:
+            self._rest()
+
+    def _remember(self, mode: Mode, claimed: float) -> None:
+        """Remember a block of acting, or one without."""
+        if math.isfinite(claimed) and mode in (Mode.ACT, Mode.OFF):
+            (self._acting if mode is Mode.ACT else self._without).append(claimed)
+
+    def _harms(self) -> bool:
+        """Whether acting has been worse than not, beyond chance."""
+        if min(len(self._acting), len(self._without)) < 5:
+            return False
+        acting, without = np.array(self._acting), np.array(self._without)
+        error = math.sqrt(acting.var(ddof=1) / acting.size + without.var(ddof=1) / without.size)
+        return bool(acting.mean() - without.mean() < -self.settings.harm * error)
+
+    def _rest(self) -> None:
+        self._left = self.settings.rest * 2**self.tripped
+        self.tripped += 1
+
+    def _forget(self) -> None:
+        memory = self.settings.memory
+        self._claimed, self._observed = deque[float](maxlen=memory), deque[float](maxlen=memory)
+        self._acting, self._without = deque[float](maxlen=memory), deque[float](maxlen=memory)
+        self._cost, self._p99 = Expected(), Expected()
+        self._tried = self._left = 0
+
+
+class Guard(Judge):
+    """Draws what each block of one node is for, measures it, and ends what harms or proves nothing.
 
     Args:
         settings: of blocks and verdicts.
@@ -176,18 +246,15 @@ class Guard:
     """
 
     def __init__(self, settings: GuardSettings | None = None, seed: int = 0, state: GuardState | None = None) -> None:
-        self.settings = GuardSettings() if settings is None else settings
-        self._rng = np.random.default_rng([seed, 0x5EED])
         self._plan: list[Mode] = []
-        self.tripped = 0
-        """Times that the learner was made to rest."""
-        self._forget()
+        super().__init__(settings)
+        self._rng = np.random.default_rng([seed, 0x5EED])
         if state is not None:
             self._claimed.extend(state.claimed)
             self._observed.extend(state.observed)
             self._acting.extend(state.acting)
             self._without.extend(state.without)
-            self._cost, self._p99 = _Expected(state.cost), _Expected(state.p99)
+            self._cost, self._p99 = Expected(state.cost), Expected(state.p99)
             self._tried, self.tripped, self._left = state.tried, state.tripped, state.left
         if self._left:
             self.mode = Mode.REST
@@ -208,12 +275,6 @@ class Guard:
             left=self._left,
         )
 
-    @property
-    def proven(self) -> bool:
-        """Whether what was learnt may be acted on."""
-        enough = len(self._claimed) >= self.settings.probation
-        return enough and min(_z(self._claimed), _z(self._observed)) > self.settings.proof
-
     def take(self, window: WindowStats, observed: float) -> Verdict | None:
         """Take the window that the last decision ruled; return what its block came to, if that is over.
 
@@ -230,40 +291,17 @@ class Guard:
         self._at += 1
         return self._end_block() if self._at == self.settings.block else None
 
-    def judge(self, verdict: Verdict, followed: float) -> None:
-        """Learn from a block of trying how good it would have been to follow the learner.
-
-        followed: what the learner expected of the side that was tried, from -1 to 1, before this block taught it.
-        """
-        if not (math.isfinite(verdict.claimed) and math.isfinite(verdict.observed)):
-            return
-        self._claimed.append(followed * verdict.claimed)
-        self._observed.append(followed * verdict.observed)
-        self._tried += 1
-        if self._tried >= self.settings.probation and not self.proven:
-            self._rest()
-
     def _end_block(self) -> Verdict:
         sums, mode = self._sums, self.mode
-        claimed = observed = math.nan
-        if sums.completed and sums.tail_cost > 0:
-            claimed = self._cost.better(sums.load(), math.log(sums.tail_cost / sums.completed))
-        if sums.observed:
-            observed = self._p99.better(sums.load(), float(np.mean(np.log(sums.observed))))
-        if math.isfinite(claimed) and mode in (Mode.ACT, Mode.OFF):
-            (self._acting if mode is Mode.ACT else self._without).append(claimed)
+        claimed, observed = (
+            expected.better(sums.load(), cost)
+            for expected, cost in zip((self._cost, self._p99), sums.cost(), strict=True)
+        )
+        self._remember(mode, claimed)
         self._start_block()
         if self._harms():
             self._rest()
         return Verdict(mode, claimed, observed)
-
-    def _harms(self) -> bool:
-        """Whether acting has been worse than not, beyond chance."""
-        if min(len(self._acting), len(self._without)) < 5:
-            return False
-        acting, without = np.array(self._acting), np.array(self._without)
-        error = math.sqrt(acting.var(ddof=1) / acting.size + without.var(ddof=1) / without.size)
-        return bool(acting.mean() - without.mean() < -self.settings.harm * error)
 
     def _start_block(self) -> None:
         if not self._plan:
@@ -271,17 +309,123 @@ class Guard:
             self._plan = [Mode.TRY, Mode.TRY, Mode.OFF, *acting]
             self._rng.shuffle(self._plan)
         self.mode = self._plan.pop()
-        self._at, self._sums = 0, _Sums()
+        self._at, self._sums = 0, Sums()
 
     def _rest(self) -> None:
-        self._left = self.settings.rest * 2**self.tripped
-        self.tripped += 1
+        super()._rest()
         self.mode = Mode.REST
 
     def _forget(self) -> None:
-        memory = self.settings.memory
-        self._claimed, self._observed = deque[float](maxlen=memory), deque[float](maxlen=memory)
-        self._acting, self._without = deque[float](maxlen=memory), deque[float](maxlen=memory)
-        self._cost, self._p99 = _Expected(), _Expected()
-        self._tried = self._left = 0
+        super()._forget()
         self._plan = []
+
+
+class NodeGuard(Protocol):
+    """The guard as the adapter of one node sees it: `Guard`, or a node of `ControlNodes`."""
+
+    @property
+    def mode(self) -> Mode:
+        """What the block is for."""
+
+    def take(self, window: WindowStats, observed: float) -> Verdict | None:
+        """As `Guard.take`."""
+
+    def judge(self, verdict: Verdict, followed: float) -> None:
+        """As `Guard.judge`."""
+
+
+class ControlNodes(Judge):
+    """A guard for a cluster: in each block some nodes act or try, and others, drawn anew, show what would have been.
+
+    What the hour does to latency it does to all of them, so that a gain is held against that of the control nodes in
+    the same block. Until the learner is proven half of the nodes try and half are controls; from then on a quarter
+    each, and the others act. A node that has not reported in a whole block, being down, counts for nothing in it.
+
+    Args:
+        nodes: how many there are, at least 2.
+        settings: as for `Guard`; rest counts intervals of the cluster.
+        seed: of what is drawn.
+
+    Raises:
+        UserError: there are too few nodes for a control.
+    """
+
+    def __init__(self, nodes: int, settings: GuardSettings | None = None, seed: int = 0) -> None:
+        if nodes < 2:
+            raise UserError(f"guard: control nodes need a cluster of at least 2 nodes, not {nodes}")
+        super().__init__(settings)
+        self._rng = np.random.default_rng([seed, 0x5EED])
+        self.nodes = [_Node(self) for _ in range(nodes)]
+        self._reported: set[_Node] = set()
+        self._start_block()
+
+    def report(self, node: _Node, window: WindowStats, observed: float) -> None:
+        """Take the window of one node. When one reports again, all that are up have, and an interval is over."""
+        if node in self._reported:
+            self._reported.clear()
+            self._end_interval()
+        self._reported.add(node)
+        if node.mode is not Mode.REST and self._at >= self.settings.settle:
+            node.sums.add(window, observed)
+            node.counted += 1
+
+    def _end_interval(self) -> None:
+        if self._left:
+            self._left -= 1
+            if self._left == 0:
+                self._forget()
+                self._start_block()
+            return
+        self._at += 1
+        if self._at < self.settings.block:
+            return
+        whole = [node for node in self.nodes if node.counted == self._at - self.settings.settle]
+        gains = {}
+        for node in whole:
+            load, costs = node.sums.load(), node.sums.cost()
+            gains[node] = self._cost.better(load, costs[0]), self._p99.better(load, costs[1])
+        controls = [gains[node] for node in whole if node.mode is Mode.OFF]
+        without = np.mean(controls, axis=0) if controls else np.full(2, math.nan)
+        for node, gain in gains.items():
+            claimed, observed = (float(one) for one in gain - without)
+            node.verdict = Verdict(node.mode, claimed, observed)
+            self._remember(node.mode, claimed)
+        self._start_block()
+        if self._harms():
+            self._rest()
+
+    def _start_block(self) -> None:
+        count = len(self.nodes)
+        trying = max(1, count // 4 if self.proven else count // 2)
+        controls = max(1, count // 4) if self.proven else count - trying
+        modes = [Mode.TRY] * trying + [Mode.OFF] * controls + [Mode.ACT] * (count - trying - controls)
+        self._rng.shuffle(modes)
+        self._at = 0
+        for node, mode in zip(self.nodes, modes, strict=True):
+            node.mode, node.sums, node.counted = mode, Sums(), 0
+
+    def _rest(self) -> None:
+        super()._rest()
+        for node in self.nodes:
+            node.mode = Mode.REST
+
+
+class _Node:
+    """One node of `ControlNodes`; verdict: of its last block, until it is taken."""
+
+    def __init__(self, cluster: ControlNodes) -> None:
+        self._cluster = cluster
+        self.mode = Mode.OFF
+        self.sums = Sums()
+        self.counted = 0
+        self.verdict: Verdict | None = None
+
+    def take(self, window: WindowStats, observed: float) -> Verdict | None:
+        """Report a window; return what this node's block came to, in the first interval after it."""
+        self._cluster.report(self, window, observed)
+        verdict, self.verdict = self.verdict, None
+        return verdict
+
+    def judge(self, verdict: Verdict, followed: float) -> None:
+        """Tell the cluster's guard what was expected of a block of trying."""
+        self._cluster.judge(verdict, followed)

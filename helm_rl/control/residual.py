@@ -9,13 +9,14 @@ itself it acts: the offset is then the mean of what it would draw.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from helm_rl.control.base import BasePolicy
-from helm_rl.control.guard import Guard, GuardSettings, GuardState, Mode, Verdict
+from helm_rl.control.guard import ControlNodes, Guard, GuardSettings, GuardState, Mode, NodeGuard, Verdict
 from helm_rl.control.protocol import FloatArray
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
@@ -128,6 +129,8 @@ class Residual:
         self.settings = ResidualSettings() if settings is None else settings
         self.guard_settings = GuardSettings() if guard is None else guard
         self._learnt: Learnt | None = None
+        self.net: ResidualNet
+        self.guard: NodeGuard
         self.reset(0)
 
     @classmethod
@@ -139,7 +142,8 @@ class Residual:
         return adapter
 
     def learnt(self) -> Learnt:
-        """Return what was learnt so far; nothing in it is shared."""
+        """Return what was learnt so far on one node; nothing in it is shared."""
+        assert isinstance(self.guard, Guard)
         return Learnt(
             settings=self.settings,
             guard_settings=self.guard_settings,
@@ -241,3 +245,26 @@ class Residual:
         step = self.settings.learning_rate * self._urgency / len(inputs)
         for x in inputs:
             self.net.ascend(x, slope, step)
+
+
+def on_cluster(
+    bases: Sequence[BasePolicy],
+    settings: ResidualSettings | None = None,
+    guard: GuardSettings | None = None,
+    seed: int = 0,
+) -> tuple[list[Residual], ControlNodes]:
+    """Return an adapter for each node of a cluster, all of which learn one network, and their guard.
+
+    Args:
+        bases: the frozen policy of each node, at least 2.
+        settings, guard: as for `Residual`.
+        seed: of what is drawn.
+
+    A reset of one would take it from the others' network and guard: between replays, `restart` them.
+    """
+    nodes = ControlNodes(len(bases), guard, seed)
+    adapters = [Residual(base, settings, guard) for base in bases]
+    for number, (adapter, node) in enumerate(zip(adapters, nodes.nodes, strict=True)):
+        adapter.reset(seed + number)
+        adapter.net, adapter.guard = adapters[0].net, node
+    return adapters, nodes

@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helm_rl.checkpoint import load_bundle
 from helm_rl.control.base import BasePolicy
+from helm_rl.control.layers import controller
 from helm_rl.control.residual import Residual
 from helm_rl.errors import UserError
+from helm_rl.export import export
 from helm_rl.metrics import WindowStats
 from helm_rl.scenario import load_scenario
 from tests.helm_rl.control.test_guard import measured
@@ -91,9 +94,33 @@ def test_the_command_measures_both_and_without_a_bound_they_are_the_same(
     assert other["residual.gap.adapted"] != other["residual.gap.base"]
 
 
+def test_nodes_learn_together_and_without_a_bound_they_are_the_base(
+    policy: Path, scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = Args(policy=policy, scenario=scenario, nodes=3, intervals=60, draws=1, bound=0.0, json=tmp_path / "f.json")
+    main(args)
+    figures = {n: f["value"] for n, f in json.loads((tmp_path / "f.json").read_text())["figures"].items()}
+    assert figures["residual.gap_ratio"] == figures["residual.learning_p99_ratio"] == 1.0
+    assert ", 3 nodes: base policy" in " ".join(capsys.readouterr().out.split())
+    main(dataclasses.replace(args, bound=0.1, json=tmp_path / "g.json"))
+    other = {n: f["value"] for n, f in json.loads((tmp_path / "g.json").read_text())["figures"].items()}
+    assert other["residual.gap.base"] == figures["residual.gap.base"]
+    assert other["residual.gap.adapted"] != other["residual.gap.base"]
+
+
+def test_what_was_learnt_goes_into_a_bundle(policy: Path, scenario: str, tmp_path: Path) -> None:
+    main(Args(policy=policy, scenario=scenario, intervals=100, draws=1, output=tmp_path / "r.json"))
+    export(policy, tmp_path / "full", residual=tmp_path / "r.json")
+    served = controller(load_bundle(tmp_path / "full"))
+    assert isinstance(served, Residual)
+    assert served.learnt().guard.cost.seen > 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"nodes": 0}, "--nodes must be at least 1, got 0"),
+        ({"nodes": 2, "output": Path("r.json")}, "--output: what nodes learnt together is not kept"),
         ({"intervals": 0}, "--intervals must be at least 1, got 0"),
         ({"hardware": "abacus"}, "--hardware: 'abacus' is unknown; known: a100-80g"),
         ({"link_gb_s": 0.0}, "--link-gb-s must be above 0 and at most 10000, got 0"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from helm_rl.control.guard import Guard, GuardSettings, Mode
+from helm_rl.control.guard import ControlNodes, Guard, GuardSettings, Mode
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from tests.helm_rl.test_observation import window
@@ -151,3 +151,102 @@ def test_windows_without_requests_or_numbers_prove_nothing() -> None:
 def test_settings_out_of_range_are_named(field: str, value: float, message: str) -> None:
     with pytest.raises(UserError, match=f"guard: {message}"):
         GuardSettings(**{field: value})  # type: ignore[arg-type]
+
+
+def serve_cluster(
+    guard: ControlNodes, intervals: int, claimed: Effect, observed: Effect, acting: float = 1.0, seed: int = 1
+) -> float:
+    """Run a cluster's guard as `serve` does one node's, all nodes under one load; return the mean offset."""
+    rng = np.random.default_rng(seed)
+    side = dict.fromkeys(guard.nodes, 1.0)
+    begins = dict.fromkeys(guard.nodes, True)
+    offsets = []
+    for k in range(intervals):
+        load = 200 * (1 + 0.5 * math.sin(k / 90)) * rng.lognormal(0, 0.1)
+        weather = (load / 200) ** 3 * rng.lognormal(0, 0.5)  # for all nodes alike
+        for node in guard.nodes:
+            if node.mode is Mode.TRY and begins[node]:
+                side[node] = 1.0 if rng.random() < 0.5 else -1.0
+            offset = side[node] if node.mode is Mode.TRY else acting if node.mode is Mode.ACT else 0.0
+            offsets.append(offset)
+            cost = weather * rng.lognormal(0, 0.1)
+            p99 = 0.5 * cost**0.25 * math.exp(observed(offset))
+            verdict = node.take(measured(load, 0.2 * cost * math.exp(claimed(offset))), p99)
+            begins[node] = verdict is not None
+            if verdict is not None and verdict.mode is Mode.TRY:
+                node.judge(verdict, acting * side[node])
+    return float(np.mean(offsets))
+
+
+def test_roles_of_nodes_are_drawn_anew_for_each_block_and_half_of_them_are_controls() -> None:
+    guard = ControlNodes(6, GuardSettings(block=5, settle=1, probation=10_000))
+    roles = []
+    for _ in range(5 * 40 + 1):
+        roles.append(tuple(node.mode for node in guard.nodes))
+        for node in guard.nodes:
+            node.take(measured(100, 0.2), 0.5)
+    blocks = [roles[5 * k + 1] for k in range(40)]  # an interval is over when the first node reports the next
+    assert all(roles[5 * k + 1 : 5 * k + 6] == [blocks[k]] * 5 for k in range(40))
+    assert all(block.count(Mode.TRY) == block.count(Mode.OFF) == 3 for block in blocks)
+    assert len(set(blocks)) > 10
+
+
+def test_control_nodes_prove_what_helps_many_times_sooner_than_one_node_could() -> None:
+    effects: tuple[Effect, Effect] = (lambda x: -0.15 * x, lambda x: -0.05 * x)
+    proven = 0
+    for seed in range(10):
+        guard = ControlNodes(8, seed=seed)
+        mean = serve_cluster(guard, 600, *effects, seed=seed)
+        proven += guard.proven and guard.tripped == 0
+        assert mean > 0.1 or not guard.proven
+    assert proven >= 9
+
+
+@pytest.mark.parametrize(
+    ("claimed", "observed"),
+    [
+        (lambda x: 0.0, lambda x: 0.0),
+        (lambda x: 0.3 * x, lambda x: 0.1 * x),
+        (lambda x: -0.3 * x, lambda x: 0.1 * x),
+        (lambda x: 0.3 * x, lambda x: -0.1 * x),
+    ],
+)
+def test_what_harms_or_proves_nothing_rests_on_all_nodes(claimed: Effect, observed: Effect) -> None:
+    rested = 0
+    for seed in range(10):
+        guard = ControlNodes(8, seed=seed)
+        serve_cluster(guard, 1_000, claimed, observed, seed=seed)
+        rested += guard.tripped > 0
+        assert guard.tripped == 0 or len({node.mode is Mode.REST for node in guard.nodes}) == 1
+    assert rested >= 9
+
+
+def test_after_the_rest_they_try_again() -> None:
+    guard = ControlNodes(4, GuardSettings(block=5, settle=1, probation=4, rest=7))
+    tried = 0
+    for k in range(200):
+        for node in guard.nodes:
+            verdict = node.take(measured(100 + k % 7, 0.2), 0.5)
+            if verdict is not None and verdict.mode is Mode.TRY:
+                node.judge(verdict, 1.0)
+                tried += 1
+    assert guard.tripped >= 2
+    assert tried > 4
+
+
+def test_a_node_that_is_down_counts_for_nothing_and_holds_nobody_up() -> None:
+    guard = ControlNodes(4, GuardSettings(block=5, settle=1, probation=10_000))
+    verdicts = dict.fromkeys(guard.nodes, 0)
+    for k in range(300):
+        for number, node in enumerate(guard.nodes):
+            if number == 2 and 100 <= k < 103:  # within one block
+                continue
+            verdicts[node] += node.take(measured(100, 0.2), 0.5) is not None
+    counts = list(verdicts.values())
+    assert counts[0] == counts[1] == counts[3] == 59
+    assert 57 <= counts[2] < 59
+
+
+def test_one_node_has_no_control() -> None:
+    with pytest.raises(UserError, match="at least 2 nodes, not 1"):
+        ControlNodes(1)

@@ -25,7 +25,7 @@ from helm_rl.workloads.trace import Trace
 MAX_SAMPLED_SLOTS = 1 << 19  # `helm-rl bench model --parts sampling` says what it costs in accuracy
 MAX_PAGES = 1 << 23  # 0.9 GiB of metadata
 MAX_REQUEST_ROWS = 1 << 22  # sampled rows; 0.3 GiB of scratch
-MAX_INTERVALS = 4_000_000  # 46 days of 1 s; each is kept, so this is GiBs and minutes
+MAX_INTERVALS = 1_000_000  # 11 days of 1 s; a replay takes minutes then, whatever arrives
 _MIN_PAGES = 16
 _HEAD_ROWS = 65_536
 _GHOST_BUCKETS = 256
@@ -67,7 +67,7 @@ class ServedTrace:
             raise UserError(
                 f"trace {trace.meta.name} lasts {seconds:,.0f} s, more than {MAX_INTERVALS:,} intervals of "
                 f"control.interval_s = {scenario.control.interval_s:g}; cut it, or speed it up (trace convert has "
-                "--end-s and --speed-up)"
+                "--end-s and --speed-up), or lengthen the interval"
             )
         if scenario.tenant and int(trace.tenant.max()) >= len(scenario.tenant):
             raise UserError(

@@ -41,7 +41,7 @@ class ClusterReplay:
 
     latency_ms: npt.NDArray[np.float32]  # [n], shed ones at SHED_FACTOR times the SLO
     measured: npt.NDArray[np.bool_]  # [n] arrived at or after the trace's measure_from_ns
-    node_of: npt.NDArray[np.int16]  # [n] node that took it last; NOWHERE: refused
+    node_of: npt.NDArray[np.int16]  # [n] node that took it last; NOWHERE: none ever did
     time_s: npt.NDArray[np.float64]  # [k] ends of the intervals, on the trace's clock
     alpha: npt.NDArray[np.float32]  # [k, N] applied at the end of each
     windows: list[ClusterWindow]  # [k]

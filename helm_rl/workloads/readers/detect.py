@@ -18,6 +18,7 @@ ORACLE = "oracle-general"
 FORMATS: tuple[str, ...] = (*PRESETS, ORACLE, GENERIC)
 """The names that `--format` takes."""
 
+_BLANKS = " \t\n\r\v\f"  # those of bytes.strip, by which a file is empty; str.strip takes more for blanks
 _SAMPLE = 200  # rows looked at
 _LCS = (0x123456789ABCDEF0).to_bytes(8, "little")
 _SEPARATORS = (",", "\t", "::", ";", "|")
@@ -47,13 +48,13 @@ def detect_format(path: str | Path) -> str:
         names = parquet.names_of(path)
         found = [name for name, preset in PRESETS.items() if "parquet" in preset.mapping.files and _fits(preset, names)]
         return _one_of(path, found, f"columns {', '.join(names[:12])}")
-    text = start.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace").lstrip()
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip().decode("utf-8", "replace")
     lines = [line.removesuffix("\r") for line in text.split("\n")][:_SAMPLE]
     if len(lines) > 1 and len(start) >= 1 << 16:
         lines = lines[:-1]  # perhaps a part of one
     if kind == "jsonl":
         return _objects(path, lines[0] if len(lines) > 1 or len(start) < 1 << 16 else first_line_of(path))
-    return _table(path, [line for line in lines if line.strip()])
+    return _table(path, [line for line in lines if line.strip(_BLANKS)])
 
 
 def _fits(preset: object, names: list[str]) -> bool:

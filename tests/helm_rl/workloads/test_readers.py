@@ -556,6 +556,8 @@ def test_the_format_is_told_by_the_content_not_the_name(tmp_path: Path) -> None:
         (b"\x1f\x8b\x08", "is cut off: its gzip data"),
         (b"hello\nworld\n\x00", "line 3: not text"),
         (bytes(range(1, 256)), "is the start of no format known"),
+        (b"\x1f", r"'\x1f' is the start of no format known"),
+        ("\u2028\n".encode(), "is the start of no format known"),
         (b"hello\n", "'hello' is the start of no format known"),
         (b"userId,movieId,stars,timestamp\n1,2,3,4\n", "column rating is missing from the header found"),
         (b"[{}]\n", "is the start of no format known"),

@@ -23,6 +23,9 @@ from helm_rl.metrics import WindowStats
 FEATURES = 4
 """Of a block's load, on which alpha has no influence: a constant, ln of the arrivals and of the history per request,
 share of returning users."""
+_MOST_SETTING = 1_000_000
+_MOST_REST = 1 << 30  # intervals: with one a second, 34 years
+_FIRST_VARIANCE = 100.0  # of each weight, before any block
 
 
 class Mode(Enum):
@@ -48,6 +51,8 @@ class GuardSettings:
         rest: intervals for which it then keeps still; doubled each time.
         memory: blocks that are remembered.
 
+    None of the whole numbers may be above 1,000,000.
+
     Raises:
         UserError: a value lies outside its range.
     """
@@ -63,9 +68,11 @@ class GuardSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.settle < self.block:
             raise UserError(f"guard: settle must be at least 0 and below block = {self.block}, not {self.settle!r}")
-        for name in ("probation", "rest", "memory"):
-            if getattr(self, name) < 2:
-                raise UserError(f"guard: {name} must be at least 2, not {getattr(self, name)!r}")
+        for name, least in (("block", 1), ("probation", 2), ("rest", 2), ("memory", 2)):
+            value = getattr(self, name)
+            if not least <= value <= _MOST_SETTING:
+                most = f" and at most {_MOST_SETTING:,}" if value > _MOST_SETTING else ""
+                raise UserError(f"guard: {name} must be at least {least}{most}, not {value!r}")
         for name in ("proof", "harm"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise UserError(f"guard: {name} must be a number of at least 0, not {getattr(self, name)!r}")
@@ -147,12 +154,16 @@ class Sums:
 
 
 class Expected:
-    """Recursive least squares with forgetting: what a load costs on average."""
+    """Recursive least squares with forgetting: what a load costs on average.
+
+    What a load does not tell, such as the weight of users who never return, is forgotten down to what was known at
+    first, and no further: without that bound it is forgotten without end, until nothing comes out but noise.
+    """
 
     def __init__(self, state: ExpectedState | None = None, forget: float = 0.99) -> None:
         self._forget = forget
         self._weights = np.zeros(FEATURES) if state is None else np.array(state.weights)
-        self._inverse = np.eye(FEATURES) * 100.0 if state is None else np.array(state.inverse)
+        self._inverse = np.eye(FEATURES) * _FIRST_VARIANCE if state is None else np.array(state.inverse)
         self._seen = 0 if state is None else state.seen
 
     def state(self) -> ExpectedState:
@@ -168,6 +179,8 @@ class Expected:
         off = cost - float(self._weights @ load)
         self._weights += gain * off
         self._inverse = (self._inverse - np.outer(gain, load @ self._inverse)) / self._forget
+        within = np.sqrt(_FIRST_VARIANCE / np.maximum(self._inverse.diagonal(), _FIRST_VARIANCE))
+        self._inverse *= np.outer(within, within)
         self._seen += 1
         return -off if self._seen > 2 * FEATURES else math.nan
 
@@ -202,8 +215,9 @@ class Judge:
         """Learn from a block of trying how good it would have been to follow the learner.
 
         followed: what the learner expected of the side that was tried, from -1 to 1, before this block taught it.
+        While it rests nothing is judged: of the last blocks several may come in together.
         """
-        if not (math.isfinite(verdict.claimed) and math.isfinite(verdict.observed)):
+        if self._left or not (math.isfinite(verdict.claimed) and math.isfinite(verdict.observed)):
             return
         self._claimed.append(followed * verdict.claimed)
         self._observed.append(followed * verdict.observed)
@@ -225,7 +239,7 @@ class Judge:
         return bool(acting.mean() - without.mean() < -self.settings.harm * error)
 
     def _rest(self) -> None:
-        self._left = self.settings.rest * 2**self.tripped
+        self._left = min(self.settings.rest * 2 ** min(self.tripped, 30), _MOST_REST)
         self.tripped += 1
 
     def _forget(self) -> None:
@@ -291,6 +305,11 @@ class Guard(Judge):
         self._at += 1
         return self._end_block() if self._at == self.settings.block else None
 
+    def interrupt(self) -> None:
+        """Begin the block anew, after something else has steered or where the service does: its windows are not one."""
+        if self.mode is not Mode.REST:
+            self._at, self._sums = 0, Sums()
+
     def _end_block(self) -> Verdict:
         sums, mode = self._sums, self.mode
         claimed, observed = (
@@ -330,6 +349,9 @@ class NodeGuard(Protocol):
     def take(self, window: WindowStats, observed: float) -> Verdict | None:
         """As `Guard.take`."""
 
+    def interrupt(self) -> None:
+        """As `Guard.interrupt`; a node of a cluster, whose block goes on, counts for nothing until it is over."""
+
     def judge(self, verdict: Verdict, followed: float) -> None:
         """As `Guard.judge`."""
 
@@ -339,7 +361,8 @@ class ControlNodes(Judge):
 
     What the hour does to latency it does to all of them, so that a gain is held against that of the control nodes in
     the same block. Until the learner is proven half of the nodes try and half are controls; from then on a quarter
-    each, and the others act. A node that has not reported in a whole block, being down, counts for nothing in it.
+    each, and the others act. A node that has not reported in a whole block, being down, or that was interrupted in it
+    counts for nothing in it: what its block came to is no number.
 
     Args:
         nodes: how many there are, at least 2.
@@ -379,7 +402,10 @@ class ControlNodes(Judge):
         self._at += 1
         if self._at < self.settings.block:
             return
-        whole = [node for node in self.nodes if node.counted == self._at - self.settings.settle]
+        for node in self.nodes:
+            node.verdict = Verdict(node.mode, math.nan, math.nan)
+        counted = self._at - self.settings.settle
+        whole = [node for node in self.nodes if node.counted == counted and not node.interrupted]
         gains = {}
         for node in whole:
             load, costs = node.sums.load(), node.sums.cost()
@@ -402,7 +428,7 @@ class ControlNodes(Judge):
         self._rng.shuffle(modes)
         self._at = 0
         for node, mode in zip(self.nodes, modes, strict=True):
-            node.mode, node.sums, node.counted = mode, Sums(), 0
+            node.mode, node.sums, node.counted, node.interrupted = mode, Sums(), 0, False
 
     def _rest(self) -> None:
         super()._rest()
@@ -418,6 +444,7 @@ class _Node:
         self.mode = Mode.OFF
         self.sums = Sums()
         self.counted = 0
+        self.interrupted = False
         self.verdict: Verdict | None = None
 
     def take(self, window: WindowStats, observed: float) -> Verdict | None:
@@ -425,6 +452,10 @@ class _Node:
         self._cluster.report(self, window, observed)
         verdict, self.verdict = self.verdict, None
         return verdict
+
+    def interrupt(self) -> None:
+        """Count for nothing until the block is over."""
+        self.interrupted = True
 
     def judge(self, verdict: Verdict, followed: float) -> None:
         """Tell the cluster's guard what was expected of a block of trying."""

@@ -171,6 +171,7 @@ class Residual:
     def restart(self, seed: int) -> None:
         """Reset the base, and begin anew where the service does; what was learnt stays."""
         self.base.reset(seed)
+        self.guard.interrupt()
         self.offset = 0.0
         self._window: WindowStats | None = None
         self._side = 0.0

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from helm_rl.control.base import BasePolicy
-from helm_rl.control.guard import GuardSettings, Mode
+from helm_rl.control.guard import GuardSettings, Mode, Verdict
 from helm_rl.control.protocol import Resuming
 from helm_rl.control.residual import Residual, ResidualNet, ResidualSettings
 from helm_rl.errors import UserError
+from helm_rl.metrics import WindowStats
 from helm_rl.observation import SIZE
 from tests.helm_rl.control.test_guard import measured
 from tests.helm_rl.policies import make_bundle, network
@@ -143,6 +144,32 @@ def test_steps_are_longer_where_p99_has_left_its_average(base: BasePolicy) -> No
         one = measured(100, 0.2)
         adapter.feedback(type(one)(**{f: getattr(one, f) for f in one.__slots__} | {"p99_ms": p99_ms}))
         assert adapter._urgency == pytest.approx(expected, rel=0.02)
+
+
+def test_a_block_that_something_else_steered_through_teaches_nothing(base: BasePolicy) -> None:
+    """Else what was measured with one side would be put down to the side drawn after the interruption."""
+    adapter = Residual(base, guard=TRYING)
+    obs = np.full(SIZE, 0.5, np.float32)
+    rng = np.random.default_rng(1)
+    counted: list[list[float]] = []  # offsets of the windows that each verdict is about
+    offsets: list[float] = []
+    taken = adapter.guard.take
+
+    def take(window: WindowStats, observed: float) -> Verdict | None:
+        offsets.append(adapter.offset)
+        verdict = taken(window, observed)
+        if verdict is not None:
+            counted.append(offsets[-14:])
+        return verdict
+
+    adapter.guard.take = take  # type: ignore[method-assign]
+    for k in range(3_000):
+        adapter.decide(obs, 0.5, k)
+        adapter.feedback(measured(100, 0.2 * rng.lognormal()))
+        if rng.random() < 0.02:
+            adapter.resume(0.5)
+    assert len(counted) > 50
+    assert all(len(set(each)) == 1 for each in counted)
 
 
 @pytest.mark.parametrize(("field", "value"), [("bound", 0.6), ("hidden", 0), ("pull", math.nan)])

@@ -91,6 +91,8 @@ class BasePolicy:
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
         """Return the new target; NaN or infinity in the observation or out of the network leaves it where it was.
 
+        Before there is one, an applied alpha that is not finite comes back as it is, and is not remembered.
+
         Raises:
             ValueError: The observation has the wrong shape.
         """
@@ -98,6 +100,8 @@ class BasePolicy:
         if observation.shape != self._mean.shape:
             raise ValueError(f"expected an observation of shape {self._mean.shape}, got {observation.shape}")
         target = applied_alpha if self.target is None else self.target
+        if not math.isfinite(target):
+            return target
         if np.isfinite(observation).all():
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 action = float(self.action(observation)[0])

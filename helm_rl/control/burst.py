@@ -65,6 +65,7 @@ N_COUNTS = 10
 UNSET = -(1 << 62)
 
 _LEAST_TICK_S, _MOST_TICK_S = 1e-4, 10.0  # a detector holds the ticks of its windows
+_MOST_S = 1e9
 _BLOCK_S = 1.0
 _BLOCK_MEMORY = 5.0  # times the rate's: a variance takes more to know than a mean
 _PRIOR_BLOCKS, _PRIOR_DISPERSION = 4, 2.0  # what the dispersion is taken for at first
@@ -114,15 +115,21 @@ class BurstSettings:
             raise UserError(
                 f"burst detector: tick_s must be from {_LEAST_TICK_S:g} to {_MOST_TICK_S:g}, not {self.tick_s!r}"
             )
-        positive = ("threshold", "memory_s", "p99_sigmas", "p99_memory_s", "calm_s", "p99_hold_s")
-        for name in (*positive, "normal_after_s"):
+        for name in ("threshold", "p99_sigmas"):
             value = getattr(self, name)
             if not 0.0 < value < math.inf:
                 raise UserError(f"burst detector: {name} must be a number above 0, not {value!r}")
+        for name in ("memory_s", "p99_memory_s", "calm_s", "p99_hold_s", "normal_after_s"):
+            value = getattr(self, name)
+            if not 0.0 < value <= _MOST_S:
+                most = f" and at most {_MOST_S:g}" if value > _MOST_S else ""
+                raise UserError(f"burst detector: {name} must be a number above 0{most}, not {value!r}")
         if not 1.0 < self.factor < math.inf:
             raise UserError(f"burst detector: factor must be a number above 1, not {self.factor!r}")
-        if not 0.0 <= self.least_s < math.inf:
-            raise UserError(f"burst detector: least_s must be a number of at least 0, not {self.least_s!r}")
+        if not 0.0 <= self.least_s <= _MOST_S:
+            raise UserError(
+                f"burst detector: least_s must be a number of at least 0 and at most {_MOST_S:g}, not {self.least_s!r}"
+            )
 
 
 class BurstState(NamedTuple):

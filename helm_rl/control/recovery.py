@@ -86,15 +86,18 @@ class Recovery:
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
         """Return the rule's target while a burst is on, else that of the controller below, or the way to it.
 
-        Where the share of hot users is not a number the applied alpha stays.
+        Where the share of hot users is not a number the applied alpha stays; where that is not known either, what comes
+        out is no number, and the controller below goes on once it is.
         """
-        passed_s = (now_ns - self._decided_ns) * 1e-9
+        passed_s = max(now_ns - self._decided_ns, 0) * 1e-9
         self._decided_ns = now_ns
         if self.active:
             self._took_over = True
             ratio = float(observation[_HOT_USERS])
             return self.rule.target(ratio) if math.isfinite(ratio) else applied_alpha
         if self._took_over:
+            if not math.isfinite(applied_alpha):
+                return applied_alpha
             self._took_over = False
             self._returning = applied_alpha
             if isinstance(self.inner, Resuming):
@@ -112,10 +115,13 @@ class Recovery:
         return self._returning
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
-        """Show one tick to the detectors; True: a burst was found, decide at once."""
-        return bool(look(self.detector, float(arrivals), p99_ms))
+        """Show one tick to the detectors; True: a burst was found, decide at once.
+
+        A P99 that is not finite counts as not known.
+        """
+        return bool(look(self.detector, float(arrivals), p99_ms if math.isfinite(p99_ms) else math.nan))
 
     def feedback(self, window: WindowStats) -> None:
-        """Pass on what was measured, but not from a burst: the controller below did not steer it."""
-        if not self.active:
+        """Pass on what was measured, but not where a burst was on at any moment: the rule steered it."""
+        if not (self.active or self._took_over):
             self.inner.feedback(window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.protocol import Controller
+from helm_rl.observation import SIZE
 from tests.helm_rl.policies import make_bundle, network, observations
 
 STEP = 0.06 * 0.5  # the bundles' rate times their interval
@@ -117,3 +119,11 @@ def test_an_observation_of_another_shape_is_an_error(tmp_path: Path) -> None:
     policy = BasePolicy.load(tmp_path / "b")
     with pytest.raises(ValueError, match=r"\(17,\), got \(7,\)"):
         policy.decide(np.zeros(7, np.float32), 0.5, 0)
+
+
+def test_an_applied_alpha_that_is_no_number_does_not_stay(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "b", network(1))
+    policy = BasePolicy.load(tmp_path / "b")
+    zeros = np.zeros(SIZE, np.float32)
+    assert math.isnan(policy.decide(zeros, math.nan, 0))
+    assert abs(policy.decide(zeros, 0.5, 1) - 0.5) <= policy.step

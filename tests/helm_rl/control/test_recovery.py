@@ -128,6 +128,28 @@ def test_a_controller_that_can_go_on_is_not_reset() -> None:
     assert below.resets == resets
 
 
+def test_a_window_that_a_burst_ended_in_is_not_passed_on() -> None:
+    below = Below()
+    recovery = after_a_burst(below)
+    recovery.feedback(window())
+    assert below.windows == 0
+    recovery.decide(observed(0.0), 0.31, 22 * SECOND)
+    recovery.feedback(window())
+    assert below.windows == 1
+
+
+def test_numbers_that_are_none_and_a_clock_that_goes_back_do_not_stay() -> None:
+    recovery = after_a_burst(StaticAlpha(0.8))
+    assert math.isnan(recovery.decide(observed(0.0), math.nan, 22 * SECOND))
+    assert recovery.decide(observed(0.0), 0.2, 22 * SECOND) == pytest.approx(0.2)
+    assert recovery.decide(observed(0.0), 0.2, 21 * SECOND) == pytest.approx(0.2)
+    assert recovery.decide(observed(0.0), 0.2, 22 * SECOND) == pytest.approx(0.26)
+    recovery.reset(0)
+    recovery.tick(1, math.inf, 0)
+    ticks(recovery, 200, 5)
+    assert np.isfinite(recovery.detector.sums).all()
+
+
 def test_a_reset_forgets_a_burst() -> None:
     recovery = Recovery(Below(), RecoveryRule(0.6, 0.2), SETTINGS)
     ticks(recovery, 200, 20)

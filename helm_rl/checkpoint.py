@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 import safetensors.numpy
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from helm_rl.errors import UserError
 from helm_rl.files import atomic_file, atomic_folder, refuse_existing, write_text
@@ -112,9 +112,18 @@ class ValidationSection(_Section):
     was least, whose policy is the one that is kept; None before the first look.
     """
 
-    reference_ms: dict[str, float] = {}
+    reference_ms: dict[str, Annotated[float, Field(gt=0)]] = {}
     regrets: dict[int, dict[str, float]] = {}
     best: int | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> ValidationSection:
+        for iterations, regrets in self.regrets.items():
+            if not regrets or regrets.keys() != self.reference_ms.keys():
+                raise ValueError(f"the look after {iterations} iterations is not at the arrivals of reference_ms")
+        if (self.best is None) == bool(self.regrets) or (self.best is not None and self.best not in self.regrets):
+            raise ValueError(f"best is {self.best}, which is none of the looks {sorted(self.regrets)}")
+        return self
 
 
 class TrainingSection(_Section):
@@ -137,6 +146,15 @@ class TrainingSection(_Section):
     validation: ValidationSection = ValidationSection()
     stopped: str | None = None
     helm_rl_version: str
+
+    @model_validator(mode="after")
+    def _agree(self) -> TrainingSection:
+        looks = self.validation.regrets
+        if looks and not (min(looks) >= 1 and max(looks) <= self.iterations <= self.steps):
+            raise ValueError(
+                f"looks after {sorted(looks)} iterations do not go with {self.iterations} in all and {self.steps} steps"
+            )
+        return self
 
 
 class BundleConfig(_Section):
@@ -226,9 +244,7 @@ def save_bundle(
     """
     _check_tensors("the policy to save", tensors, policy_tensors(network, len(observation.names)))
     _check_policy_values("the policy to save", tensors)
-    refuse_existing(path, overwrite)
-    if path.exists() and not _is_bundle(path):
-        raise UserError(f"{path} exists and is not a bundle, so --overwrite leaves it alone; name another output")
+    check_bundle_output(path, overwrite)
     data = {POLICY_FILE: safetensors.numpy.save(tensors), **(layers or {})}
     assert data.keys() <= {POLICY_FILE, *LAYER_FILES}
     config = BundleConfig(
@@ -247,10 +263,17 @@ def save_bundle(
     return config
 
 
+def check_bundle_output(path: Path, overwrite: bool = False) -> None:
+    """Raise UserError if `path` exists and may not be replaced by a bundle; for before the work as well as after it."""
+    refuse_existing(path, overwrite)
+    if path.exists() and not _is_bundle(path):
+        raise UserError(f"{path} exists and is not a bundle, so --overwrite leaves it alone; name another output")
+
+
 def _is_bundle(path: Path) -> bool:
     """Tell whether a folder holds a bundle's files and nothing else, so that replacing it loses nothing else."""
     names = {file.name for file in path.iterdir()} if path.is_dir() else {"a file, not a folder"}
-    return names <= {POLICY_FILE, CARD_FILE, CONFIG_FILE, *LAYER_FILES}
+    return names <= {POLICY_FILE, CARD_FILE, CONFIG_FILE, *LAYER_FILES} and names != {CARD_FILE}
 
 
 def load_bundle(path: Path) -> Bundle:

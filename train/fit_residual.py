@@ -22,8 +22,9 @@ import numpy.typing as npt
 import tyro
 from rich.table import Table
 
+from envs.training_traces import is_cluster
 from eval.command import console, fitting_bundle
-from eval.comparison import SEEDS_FROM
+from eval.comparison import MOST_DRAWS, SEEDS_FROM
 from eval.segments import gap
 from eval.statistics import Floats, standard_error
 from eval.sweep import Sweep, Work, half_of, sweep_adaptively, working
@@ -230,6 +231,8 @@ def check_args(args: Args) -> None:
     for name, least in (("intervals", 1), ("draws", 1), ("seed", 0), ("nodes", 1)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if args.seed + args.draws > MOST_DRAWS:  # beyond lie the arrivals of validation and of training
+        raise UserError(f"--seed and --draws together must be at most {MOST_DRAWS}, got {args.seed} and {args.draws}")
     if args.hardware is not None and args.hardware not in HARDWARE:
         raise UserError(f"--hardware: {args.hardware!r} is unknown; known: {', '.join(sorted(HARDWARE))}")
     for name, most in (("link_gb_s", 10_000.0), ("zipf_items", 10.0)):
@@ -254,6 +257,8 @@ def service(args: Args) -> Scenario:
     from helm_rl.profiles.model import resolve_model
 
     scenario = load_scenario(args.scenario, args.load)
+    if is_cluster(scenario):
+        raise UserError(f"scenario {scenario.name} needs a cluster of its own; give one of a single node, and --nodes")
     hardware = {"profile": args.hardware, "link_gb_s": args.link_gb_s}
     load = {"zipf_items": args.zipf_items}
     shifted = scenario.model_copy(

@@ -26,12 +26,11 @@ from rich.console import Console
 from rich.progress import track
 
 from helm_rl import __version__
-from helm_rl.checkpoint import EnvironmentSection, TrainingSection, save_bundle
+from helm_rl.checkpoint import EnvironmentSection, TrainingSection, check_bundle_output, save_bundle
 from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from helm_rl.export import model_card
 from helm_rl.figures import command
-from helm_rl.files import refuse_existing
 from helm_rl.observation import SIZE
 from train.ppo_base import NODE_ENV, load_scenarios, plain_arguments, scenario_facts
 from train.state import network_section, policy_of
@@ -100,7 +99,7 @@ class Shown:
 def main(args: Args) -> None:
     """Search, show, fit, and write the bundle."""
     check_args(args)
-    refuse_existing(args.output, args.overwrite)
+    check_bundle_output(args.output, args.overwrite)
     # Imported here: the simulator compiles kernels.
     from eval.sweep import Work, working
 

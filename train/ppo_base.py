@@ -88,6 +88,8 @@ if TYPE_CHECKING:
 NODE_ENV = "helm_rl/HelmNode-v0"
 DISCOUNT_S = 60.0
 """Horizon of the discount: gamma = exp(-interval / DISCOUNT_S)."""
+MOST_BATCH = 1 << 24
+"""Steps of one iteration, over all environments."""
 PAPER_SIGNALS = 7
 """Features at the head of the observation that the paper's policy reads."""
 
@@ -229,6 +231,10 @@ def check_args(args: Args) -> None:
     if args.seed >= 2**32:
         raise UserError(f"--seed must be below 2^32, not {args.seed}")
     batch_size = args.num_envs * args.num_steps
+    if batch_size > MOST_BATCH:
+        raise UserError(
+            f"num_envs * num_steps must be at most {MOST_BATCH:,}, not {batch_size:,}: it is held in memory"
+        )
     if batch_size % args.num_minibatches:
         raise UserError(
             f"--num-minibatches must divide num_envs * num_steps = {batch_size}, which {args.num_minibatches} does not"
@@ -477,7 +483,7 @@ def discounts(args: Args, envs: VectorEnv[Any, Any, Any]) -> npt.NDArray[np.floa
 
 
 def start_from(net: ActorCritic, path: Path) -> None:
-    """Put a bundle's policy and normaliser into a network; UserError where it has another architecture."""
+    """Put a bundle's policy and normaliser into a network; UserError where it has another architecture, or is none."""
     bundle = load_bundle(path)
     expected = policy_of(net)
     for name, array in bundle.tensors.items():
@@ -644,6 +650,8 @@ def train(args: Args) -> Path:
             raise UserError(
                 f"{args.resume}: the environment is no longer the one trained on; changed: {', '.join(changed)}"
             )
+        if args.start is not None and saved is None:  # now, and not after the search for the best schedules
+            start_from(ActorCritic(environment.observation_size, environment.action_size), args.start)
         # Before there is a folder: environments that cannot even start leave no run behind
         start = None
         if saved is None:
@@ -724,7 +732,8 @@ def learn(
     ends = np.zeros(steps_by_envs, dtype=bool)
     action_space = envs.single_action_space
     assert isinstance(action_space, gym.spaces.Box)
-    action_log = np.empty((args.checkpoint_every * args.num_steps, args.num_envs, action_size), action_space.dtype)
+    between = min(args.checkpoint_every, num_iterations) * args.num_steps
+    action_log = np.empty((between, args.num_envs, action_size), action_space.dtype)
     logged = 0  # steps in the action log: those since the last seeded reset
 
     # Where we stand: at the beginning, or where the checkpoint says

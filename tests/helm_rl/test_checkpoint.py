@@ -254,6 +254,13 @@ def test_a_wrong_training_state_is_refused(tmp_path: Path) -> None:
         ('"format_version": 1', '"format_version": 2', "newer than 1"),
         ("training_state-3.safetensors", "../../training_state-3.safetensors", r"tensors\.name"),
         ('"seed": 7,\n    "iterations"', '"iterations"', r"training\.seed: field required"),
+        ('"best": null', '"best": 3', r"training\.validation: value error, best is 3, which is none of the looks \[\]"),
+        ('"regrets": {}', '"regrets": {"3": {"a": 0.1}}', "after 3 iterations is not at the arrivals of reference_ms"),
+        (
+            '"reference_ms": {},\n      "regrets": {},\n      "best": null',
+            '"reference_ms": {"a": 1.0},\n      "regrets": {"4": {"a": 0.1}},\n      "best": 4',
+            r"training: value error, looks after \[4\] iterations do not go with 3 in all",
+        ),
     ):
         assert old in text
         (run / "training_state.json").write_text(text.replace(old, new))

@@ -125,6 +125,7 @@ def test_what_was_learnt_goes_into_a_bundle(policy: Path, scenario: str, tmp_pat
         ({"hardware": "abacus"}, "--hardware: 'abacus' is unknown; known: a100-80g"),
         ({"link_gb_s": 0.0}, "--link-gb-s must be above 0 and at most 10000, got 0"),
         ({"bound": 2.0}, "residual adapter: bound must be within"),
+        ({"seed": 10**6, "draws": 1}, "--seed and --draws together must be at most 1000000, got 1000000 and 1"),
         ({"policy": Path("nowhere")}, "nowhere: no such bundle folder"),
     ],
 )

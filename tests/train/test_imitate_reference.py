@@ -116,3 +116,9 @@ def test_wrong_arguments_are_named_before_anything_is_made(
     with pytest.raises(UserError, match=message):
         main(Args(**{"output": tmp_path / "b", **change}))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_no_bundle_is_refused_before_the_search(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("my notes")
+    with pytest.raises(UserError, match="is not a bundle, so --overwrite leaves it alone"):
+        main(Args(output=tmp_path, scenario=("nowhere",), overwrite=True))

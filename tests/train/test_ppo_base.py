@@ -139,6 +139,10 @@ def test_the_environment_gets_the_action_clipped_and_the_density_is_of_the_one_d
         # The advantage of one sample, normalised, is NaN.
         ({"num_envs": 1, "num_steps": 8, "num_minibatches": 8}, "--num-minibatches 8 makes minibatches of one sample"),
         ({"total_timesteps": 255}, r"--total-timesteps 255 is less than one batch \(num_envs \* num_steps = 256\)"),
+        (
+            {"num_steps": 10**9, "total_timesteps": 10**11},
+            "num_envs \\* num_steps must be at most 16,777,216, not 4,000",
+        ),
         ({"num_minibatches": 3}, "--num-minibatches must divide .* 256, which 3 does not"),
         ({"num_envs": 0}, "--num-envs must be at least 1, not 0"),
         ({"num_steps": -1}, "--num-steps must be at least 1"),

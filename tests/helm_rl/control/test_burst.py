@@ -238,6 +238,7 @@ def test_whatever_comes_the_score_is_a_number_and_a_burst_is_found_where_it_reac
         {"tick_s": 1e-9},
         {"least_s": -1.0},
         {"p99_hold_s": math.inf},
+        {"memory_s": 1e308, "tick_s": 1e-4},
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, float]) -> None:

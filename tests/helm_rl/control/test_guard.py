@@ -294,7 +294,8 @@ def test_an_interrupted_block_begins_anew() -> None:
 def test_a_node_that_is_interrupted_or_down_in_a_block_comes_to_no_number() -> None:
     guard = ControlNodes(4, GuardSettings(block=5, settle=1, probation=10_000))
     rng = np.random.default_rng(1)
-    whole, broken = [], []
+    whole: list[tuple[int, int]] = []
+    broken: list[tuple[int, int]] = []
     for k in range(5 * 60 + 1):
         for number, node in enumerate(guard.nodes):
             if number == 2 and 102 <= k < 104:

@@ -53,13 +53,13 @@ class ExportArgs:
 
 @dataclass(frozen=True)
 class _Source:
-    """A policy, how it came to be, and the layers that it has already."""
+    """A policy, how it came to be, and the files of layers that it has already."""
 
     network: NetworkSection
     environment: EnvironmentSection
     training: TrainingSection
     tensors: Tensors
-    layers: dict[str, bytes]
+    layers: Collection[str]
 
 
 def export(
@@ -78,13 +78,13 @@ def export(
     if from_bundle and output.resolve() == source.resolve():
         raise UserError(f"{output}: is the bundle that is read; name another folder for the one to be made")
     found = _of_bundle(source) if from_bundle else _of_run(source)
-    layers = dict(found.layers)
-    if detector is not None:
-        load_recovery(detector)
-        layers[DETECTOR_FILE] = detector.read_bytes()
-    if residual is not None:
-        load_residual(residual, policy_sha256(found.tensors))
-        layers[RESIDUAL_FILE] = residual.read_bytes()
+    given = {DETECTOR_FILE: detector, RESIDUAL_FILE: residual}
+    files = {name: source / name for name in found.layers} | {n: path for n, path in given.items() if path is not None}
+    if DETECTOR_FILE in files:
+        load_recovery(files[DETECTOR_FILE])
+    if RESIDUAL_FILE in files:
+        load_residual(files[RESIDUAL_FILE], policy_sha256(found.tensors))
+    layers = {name: file.read_bytes() for name, file in files.items()}
     environment = found.environment
     assert environment.observation is not None
     assert environment.bounds is not None
@@ -107,7 +107,7 @@ def _of_bundle(path: Path) -> _Source:
     config = bundle.config
     served = {"observation": config.observation, "bounds": config.bounds}  # these are the ones that were checked
     environment = config.environment.model_copy(update=served)
-    return _Source(config.network, environment, config.training, bundle.tensors, dict(bundle.layers))
+    return _Source(config.network, environment, config.training, bundle.tensors, bundle.layers.keys())
 
 
 def _of_run(run: Path) -> _Source:
@@ -125,7 +125,7 @@ def _of_run(run: Path) -> _Source:
     names = policy_tensors(state.network, len(environment.observation.names))
     kept = "net" if training.validation.best is None else "best"
     policy = {name: tensors[f"{kept}.{name}"] for name in names if f"{kept}.{name}" in tensors}
-    return _Source(state.network, environment, training, policy, {})
+    return _Source(state.network, environment, training, policy, ())
 
 
 def model_card(

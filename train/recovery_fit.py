@@ -161,7 +161,8 @@ def reached(served: Replay, start_s: float, end_s: float, per_s: float, most: fl
         per_s: most that alpha can change in a second.
         most: most that the target changes in an interval without recovery.
     """
-    inside = (served.time_s > start_s) & (served.time_s <= end_s)
+    begins_s = np.concatenate([[-np.inf], served.time_s[:-1]])  # a target that was set before is not the burst's
+    inside = (begins_s >= start_s) & (served.time_s <= end_s)
     jumps = np.abs(np.diff(served.target, prepend=served.target[0])) > 1.01 * most
     at = np.flatnonzero(inside & jumps)
     if at.size == 0:

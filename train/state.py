@@ -78,7 +78,10 @@ def restore(
             optimiser.state[parameter] = {
                 key: _take(where, left, f"optimiser.{name}.{key}", like) for key, like in shapes.items()
             }
-    generator.set_state(_take(where, left, "generator", generator.get_state()))
+    try:
+        generator.set_state(_take(where, left, "generator", generator.get_state()))
+    except RuntimeError as error:
+        raise UserError(f"{where}: tensor 'generator' is no state of torch's generator: {error}") from None
     best = {}
     if any(name.startswith("best.") for name in left):
         best = {

@@ -77,6 +77,8 @@ def test_the_time_to_a_target_is_held_against_detection_and_budget() -> None:
     assert late is not None
     assert late.ratio == math.inf
     assert reached(steps([0.9, 0.86, 0.82], [0.9, 0.88, 0.84]), 0.0, 3.0, 0.1, 0.06) is None
+    # A false alarm at 2 s, just before a burst that begins at 2.5 s: it would have been found before it began
+    assert reached(steps([0.9, 0.9, 0.5, 0.5], [0.9, 0.9, 0.7, 0.5]), 2.5, 4.0, 0.2, 0.06) is None
 
 
 def test_a_load_without_bursts_is_refused() -> None:

@@ -13,14 +13,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import train.ppo_base
 from helm_rl.checkpoint import load_training_state
+from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from tests.train import toys
 from tests.train.test_ppo_base import assert_same_state, logged, toy
 from train.ppo_base import Args
+from train.state import Loop, capture, restore
 
 ITERATION = 4 * 64  # steps
 
@@ -34,6 +38,18 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train.ppo_base.train(toy("Interrupting", tmp_path_factory.mktemp("runs"), total_timesteps=8 * ITERATION))
+
+
+def test_a_generator_that_is_none_is_refused() -> None:
+    generator = torch.Generator().manual_seed(1)
+    net = ActorCritic(2, 1, generator=generator)
+    optimiser = torch.optim.Adam(net.parameters())
+    loop = Loop(np.zeros((1, 2)), np.zeros((0, 1, 1)), np.zeros(1), np.zeros(1, np.int64), np.zeros((0, 2)))
+    tensors = capture(net, optimiser, generator, loop, {})
+    restore("run", dict(tensors), net, optimiser, generator)
+    tensors["generator"] = np.zeros_like(tensors["generator"])
+    with pytest.raises(UserError, match="run: tensor 'generator' is no state of torch's generator"):
+        restore("run", tensors, net, optimiser, generator)
 
 
 @pytest.mark.parametrize(

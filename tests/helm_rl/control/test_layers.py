@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,17 @@ def test_a_layer_that_does_not_fit_makes_no_bundle(files: dict[str, Path], tmp_p
         assert not (tmp_path / "made").exists()
     with pytest.raises(UserError, match="is the bundle that is read"):
         export(files["plain"], files["plain"], overwrite=True, detector=files["detector"])
+
+
+def test_a_bundle_hands_no_layer_on_that_would_not_load(files: dict[str, Path], tmp_path: Path) -> None:
+    export(files["plain"], tmp_path / "one", detector=files["detector"])
+    config = tmp_path / "one" / "config.json"
+    before = hashlib.sha256((tmp_path / "one" / "detector.json").read_bytes()).hexdigest()
+    (tmp_path / "one" / "detector.json").write_text("{}")
+    config.write_text(config.read_text().replace(before, hashlib.sha256(b"{}").hexdigest()))
+    with pytest.raises(UserError, match=r"one/detector\.json: format_version"):
+        export(tmp_path / "one", tmp_path / "two", residual=files["residual"])
+    assert not (tmp_path / "two").exists()
 
 
 def test_a_layer_that_was_changed_afterwards_is_found(files: dict[str, Path], tmp_path: Path) -> None:

@@ -61,15 +61,15 @@ class ObservationSection(_Section):
 
 
 class BoundsSection(_Section):
-    """What an action of 1 means, and within what: alpha's limits and its rate per second.
+    """What an action of 1 means, and within what: alpha's limits and its rate per second, as a scenario may have them.
 
     interval_s: the seconds between decisions that the policy was trained for, each value once, ascending.
     """
 
     alpha_min: float = Field(ge=0, le=1)
     alpha_max: float = Field(ge=0, le=1)
-    rate_per_s: float = Field(gt=0)
-    interval_s: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1, max_length=1024)
+    rate_per_s: float = Field(gt=0, le=100)
+    interval_s: tuple[Annotated[float, Field(gt=0, le=10)], ...] = Field(min_length=1, max_length=1024)
 
 
 class NetworkSection(_Section):

@@ -75,8 +75,10 @@ def export(
             layer's file is wrong, or belongs to another policy; the output exists.
     """
     from_bundle = (source / CONFIG_FILE).is_file()
-    if from_bundle and output.resolve() == source.resolve():
-        raise UserError(f"{output}: is the bundle that is read; name another folder for the one to be made")
+    if from_bundle and source.resolve() in (output.resolve(), *output.resolve().parents):
+        raise UserError(
+            f"{output}: is the bundle that is read, or lies in it; name another folder for the one to be made"
+        )
     found = _of_bundle(source) if from_bundle else _of_run(source)
     given = {DETECTOR_FILE: detector, RESIDUAL_FILE: residual}
     files = {name: source / name for name in found.layers} | {n: path for n, path in given.items() if path is not None}

@@ -117,6 +117,7 @@ def test_a_wrong_tensor_is_refused(bundle: Path, name: str, array: Any, message:
         (lambda c: c["bounds"].update(beta=1), r"bounds\.beta: extra inputs are not permitted"),
         (lambda c: c["bounds"].update(alpha_max="0.9"), r"bounds\.alpha_max: input should be a valid number"),
         (lambda c: c["bounds"].update(alpha_max=1.5), r"bounds\.alpha_max: .*less than or equal to 1"),
+        (lambda c: c["bounds"].update(rate_per_s=1e308), r"bounds\.rate_per_s: .*less than or equal to 100"),
         (lambda c: c["bounds"].update(alpha_min=0.9), "alpha_min 0.9 is not below alpha_max"),
         (lambda c: c["network"].update(activation="relu"), r"network\.activation"),
         (lambda c: c["network"].update(action_size=2), r"network\.action_size: 2, but alpha is one number"),

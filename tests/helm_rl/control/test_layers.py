@@ -100,8 +100,9 @@ def test_a_layer_that_does_not_fit_makes_no_bundle(files: dict[str, Path], tmp_p
         with pytest.raises(UserError, match=message):
             export(source, tmp_path / "made", **layers)
         assert not (tmp_path / "made").exists()
-    with pytest.raises(UserError, match="is the bundle that is read"):
-        export(files["plain"], files["plain"], overwrite=True, detector=files["detector"])
+    for output in (files["plain"], files["plain"] / "new"):
+        with pytest.raises(UserError, match="is the bundle that is read, or lies in it"):
+            export(files["plain"], output, overwrite=True, detector=files["detector"])
 
 
 def test_a_bundle_hands_no_layer_on_that_would_not_load(files: dict[str, Path], tmp_path: Path) -> None:

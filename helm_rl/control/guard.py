@@ -45,8 +45,8 @@ class GuardSettings:
         block: intervals of a block.
         settle: of these, the first that are not counted: what the block before left.
         probation: blocks of trying after which the learner must have proven itself.
-        proof: standard errors by which following what was learnt must have been better than not, judged before each
-            lesson was learnt, by the feedback and by the observation.
+        proof: standard errors by which blocks must have been the better, the more they followed what had been learnt
+            before them, by the feedback and by the observation.
         harm: standard errors by which blocks of acting must be worse than those without to end it.
         rest: intervals for which it then keeps still; doubled each time.
         memory: blocks that are remembered.
@@ -63,7 +63,7 @@ class GuardSettings:
     proof: float = 1.28
     harm: float = 1.64
     rest: int = 1_000
-    memory: int = 100
+    memory: int = 150
 
     def __post_init__(self) -> None:
         if not 0 <= self.settle < self.block:
@@ -104,9 +104,12 @@ class ExpectedState:
 class GuardState:
     """What a guard has seen, so that after a restart it need not see all of it again; the block in progress is lost.
 
-    claimed, observed, acting, without: gains of the blocks that are remembered; left: intervals of rest still to come.
+    claimed, observed: gains of the blocks of trying and of neither that are remembered, and followed: what the learner
+    expected of what each tried, 0 where it was not followed; acting, without: gains of the blocks of acting and of
+    neither; left: intervals of rest still to come.
     """
 
+    followed: list[float]
     claimed: list[float]
     observed: list[float]
     acting: list[float]
@@ -185,12 +188,22 @@ class Expected:
         return -off if self._seen > 2 * FEATURES else math.nan
 
 
-def standing(values: Sequence[float] | deque[float]) -> float:
-    """Return the mean over its standard error; 0 where nothing varies."""
-    if len(values) < 2:
+def standing(followed: Sequence[float] | deque[float], gains: Sequence[float] | deque[float]) -> float:
+    """Return the slope of the gains over how far the learner was followed, in standard errors; 0 where nothing varies.
+
+    The straight line has an intercept: what the hours did to blocks of all kinds alike is no merit of the learner.
+    """
+    if len(gains) < 3:
         return 0.0
-    spread = float(np.std(values, ddof=1))
-    return 0.0 if spread <= 1e-12 else float(np.mean(values)) / spread * math.sqrt(len(values))
+    x, y = np.array(followed), np.array(gains)
+    x, y = x - x.mean(), y - y.mean()
+    spread = float(x @ x)
+    if spread <= 1e-12:
+        return 0.0
+    slope = float(x @ y) / spread
+    rest = y - slope * x
+    error = math.sqrt(float(rest @ rest) / (y.size - 2) / spread)
+    return slope / error if error > 1e-12 else 0.0
 
 
 class Judge:
@@ -208,8 +221,10 @@ class Judge:
     @property
     def proven(self) -> bool:
         """Whether what was learnt may be acted on."""
-        enough = len(self._claimed) >= self.settings.probation
-        return enough and min(standing(self._claimed), standing(self._observed)) > self.settings.proof
+        if self._tried < self.settings.probation:
+            return False
+        found = (standing(self._followed, gains) for gains in (self._claimed, self._observed))
+        return min(found) > self.settings.proof
 
     def judge(self, verdict: Verdict, followed: float) -> None:
         """Learn from a block of trying how good it would have been to follow the learner.
@@ -217,18 +232,27 @@ class Judge:
         followed: what the learner expected of the side that was tried, from -1 to 1, before this block taught it.
         While it rests nothing is judged: of the last blocks several may come in together.
         """
-        if self._left or not (math.isfinite(verdict.claimed) and math.isfinite(verdict.observed)):
+        if self._left or not self._weigh(verdict, followed):
             return
-        self._claimed.append(followed * verdict.claimed)
-        self._observed.append(followed * verdict.observed)
         self._tried += 1
         if self._tried >= self.settings.probation and not self.proven:
             self._rest()
 
-    def _remember(self, mode: Mode, claimed: float) -> None:
-        """Remember a block of acting, or one without."""
-        if math.isfinite(claimed) and mode in (Mode.ACT, Mode.OFF):
-            (self._acting if mode is Mode.ACT else self._without).append(claimed)
+    def _weigh(self, verdict: Verdict, followed: float) -> bool:
+        """Remember a block with what it says of the learner; False: nothing was measured in it."""
+        measured = math.isfinite(verdict.claimed) and math.isfinite(verdict.observed)
+        if measured:
+            self._followed.append(followed)
+            self._claimed.append(verdict.claimed)
+            self._observed.append(verdict.observed)
+        return measured
+
+    def _remember(self, verdict: Verdict) -> None:
+        """Remember a block of acting, or one without, which shows what comes of following nobody."""
+        if verdict.mode is Mode.OFF:
+            self._weigh(verdict, 0.0)
+        if math.isfinite(verdict.claimed) and verdict.mode in (Mode.ACT, Mode.OFF):
+            (self._acting if verdict.mode is Mode.ACT else self._without).append(verdict.claimed)
 
     def _harms(self) -> bool:
         """Whether acting has been worse than not, beyond chance."""
@@ -244,6 +268,7 @@ class Judge:
 
     def _forget(self) -> None:
         memory = self.settings.memory
+        self._followed = deque[float](maxlen=memory)
         self._claimed, self._observed = deque[float](maxlen=memory), deque[float](maxlen=memory)
         self._acting, self._without = deque[float](maxlen=memory), deque[float](maxlen=memory)
         self._cost, self._p99 = Expected(), Expected()
@@ -264,6 +289,7 @@ class Guard(Judge):
         super().__init__(settings)
         self._rng = np.random.default_rng([seed, 0x5EED])
         if state is not None:
+            self._followed.extend(state.followed)
             self._claimed.extend(state.claimed)
             self._observed.extend(state.observed)
             self._acting.extend(state.acting)
@@ -278,6 +304,7 @@ class Guard(Judge):
     def state(self) -> GuardState:
         """Return what was seen; nothing in it is shared."""
         return GuardState(
+            followed=list(self._followed),
             claimed=list(self._claimed),
             observed=list(self._observed),
             acting=list(self._acting),
@@ -316,11 +343,12 @@ class Guard(Judge):
             expected.better(sums.load(), cost)
             for expected, cost in zip((self._cost, self._p99), sums.cost(), strict=True)
         )
-        self._remember(mode, claimed)
+        verdict = Verdict(mode, claimed, observed)
+        self._remember(verdict)
         self._start_block()
         if self._harms():
             self._rest()
-        return Verdict(mode, claimed, observed)
+        return verdict
 
     def _start_block(self) -> None:
         if not self._plan:
@@ -415,7 +443,7 @@ class ControlNodes(Judge):
         for node, gain in gains.items():
             claimed, observed = (float(one) for one in gain - without)
             node.verdict = Verdict(node.mode, claimed, observed)
-            self._remember(node.mode, claimed)
+            self._remember(node.verdict)
         self._start_block()
         if self._harms():
             self._rest()

@@ -65,6 +65,7 @@ class _Expected(_Section):
 
 
 class _Guard(_Section):
+    followed: list[float]
     claimed: list[float]
     observed: list[float]
     acting: list[float]
@@ -142,8 +143,8 @@ def load_residual(path: Path, policy_sha256: str) -> SavedResidual:
         rows = [one.weights, *one.inverse]
         if len(rows) != FEATURES + 1 or any(len(row) != FEATURES for row in rows):
             raise UserError(f"{path}: guard.{name}: expected weights and an inverse of {FEATURES} features")
-    if len(guard.claimed) != len(guard.observed):
-        raise UserError(f"{path}: guard: claimed and observed are of one length in what an adapter writes")
+    if not len(guard.followed) == len(guard.claimed) == len(guard.observed):
+        raise UserError(f"{path}: guard: followed, claimed and observed are of one length in what an adapter writes")
     fields = guard.model_dump()
     state = GuardState(**{**fields, "cost": ExpectedState(**fields["cost"]), "p99": ExpectedState(**fields["p99"])})
     learnt = Learnt(settings, guard_settings, document.weights, document.biases, document.spread, state)

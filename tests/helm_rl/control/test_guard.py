@@ -71,6 +71,37 @@ def test_what_helps_is_proven_and_acts_most_of_the_time() -> None:
     assert proven >= 9
 
 
+@pytest.mark.parametrize("drift", [-1.0, 1.0])
+def test_what_the_hours_do_is_no_merit_and_no_fault_of_the_learner(drift: float) -> None:
+    """A learner that is sure of itself and draws its sides so, while latency falls or rises for another reason."""
+
+    def proven(effect: float) -> int:
+        found = 0
+        for seed in range(20):
+            guard = Guard(GuardSettings(probation=30), seed)
+            rng = np.random.default_rng(seed)
+            odds, side, blocks = 0.7, 1.0, 0
+            begins, judged = True, 0
+            while judged < 45:
+                if guard.mode is Mode.TRY and begins:
+                    side = 1.0 if rng.random() < 0.5 * (1.0 + odds) else -1.0
+                tried = side if guard.mode is Mode.TRY else 0.0
+                cost = 0.2 * math.exp(drift * blocks / 60 - effect * tried) * rng.lognormal(0, 0.2)
+                verdict = guard.take(measured(200 * rng.lognormal(0, 0.1), cost), 0.5 * cost**0.25)
+                begins = verdict is not None
+                blocks += begins
+                if guard.mode is Mode.REST:
+                    break
+                if verdict is not None and verdict.mode is Mode.TRY:
+                    guard.judge(verdict, odds * side)
+                    judged += 1
+            found += guard.proven
+        return found
+
+    assert proven(0.0) <= 5
+    assert proven(0.1) >= 15
+
+
 @pytest.mark.parametrize(
     ("claimed", "observed"),
     [

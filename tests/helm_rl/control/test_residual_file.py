@@ -79,7 +79,7 @@ def test_above_another_policy_it_is_refused(adapter: Residual, tmp_path: Path) -
         (lambda d: d["weights"].append([[0.0]]), r"expected 3 layers"),
         (lambda d: d["guard_settings"].update(settle=10), r"settle must be at least 0 and below block = 10"),
         (lambda d: d["guard"]["cost"]["inverse"].pop(), r"guard.cost: expected weights and an inverse of 4 features"),
-        (lambda d: d["guard"]["claimed"].pop(), r"claimed and observed are of one length"),
+        (lambda d: d["guard"]["claimed"].pop(), r"followed, claimed and observed are of one length"),
         (lambda d: d["guard"].update(left=-1), r"guard.left: input should be greater than or equal to 0"),
         (lambda d: d.update(spread=0.0), r"spread: input should be greater than 0"),
         (lambda d: d.update(kind="burst_detector"), r"kind: input should be 'residual_adapter'"),

@@ -226,11 +226,12 @@ def flat_distance(alpha: npt.NDArray[np.floating], flat_set: FlatSet) -> Floats:
 
 
 def onsets(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Return which measured requests arrive in the first ONSET_S of bursts, the phases that add to a base load."""
+    """Return which requests arrive in the first ONSET_S of bursts, the phases that begin in the measured part."""
     found = np.zeros(len(trace), np.bool_)
     for phase in trace.meta.phases[1:]:
-        end_ns = min(phase.start_ns + int(ONSET_S * 1e9), phase.end_ns)
-        found |= (trace.arrival_ns >= max(phase.start_ns, trace.meta.measure_from_ns)) & (trace.arrival_ns < end_ns)
+        if phase.start_ns > trace.meta.measure_from_ns:
+            end_ns = min(phase.start_ns + int(ONSET_S * 1e9), phase.end_ns)
+            found |= (trace.arrival_ns >= phase.start_ns) & (trace.arrival_ns < end_ns)
     return found
 
 

@@ -34,7 +34,16 @@ class FakeServing:
         self.shed = shed
         self.calls: list[tuple[str, float, int]] = []
 
-    def __call__(self, scenario: Scenario, trace: Trace, controller: Controller, *, alpha0: float, seed: int) -> Replay:
+    def __call__(
+        self,
+        scenario: Scenario,
+        trace: Trace,
+        controller: Controller,
+        *,
+        alpha0: float,
+        seed: int,
+        keep_windows: bool = True,
+    ) -> Replay:
         self.calls.append((type(controller).__name__, alpha0, seed))
         interval_ns = int(scenario.control.interval_s * 1e9)
         start_ns = trace.meta.phases[0].start_ns

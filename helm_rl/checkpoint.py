@@ -48,11 +48,13 @@ _DTYPES = {
 }  # all that we write; anything else in a file is foreign
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A part of a document: no field may be left over, and every number is finite."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class ObservationSection(_Section):
+class ObservationSection(Section):
     """What the policy reads: the schema's version, hash and ordered names."""
 
     schema_version: int
@@ -60,7 +62,7 @@ class ObservationSection(_Section):
     names: tuple[str, ...]
 
 
-class BoundsSection(_Section):
+class BoundsSection(Section):
     """What an action of 1 means, and within what: alpha's limits and its rate per second, as a scenario may have them.
 
     interval_s: the seconds between decisions that the policy was trained for, each value once, ascending.
@@ -72,7 +74,7 @@ class BoundsSection(_Section):
     interval_s: tuple[Annotated[float, Field(gt=0, le=10)], ...] = Field(min_length=1, max_length=1024)
 
 
-class NetworkSection(_Section):
+class NetworkSection(Section):
     """The actor's architecture, and the constants of the normaliser before it."""
 
     hidden: tuple[int, ...] = Field(min_length=1, max_length=8)
@@ -82,14 +84,14 @@ class NetworkSection(_Section):
     epsilon: float = Field(ge=0)
 
 
-class SourceSection(_Section):
+class SourceSection(Section):
     """A scenario or a trace that a policy was trained on: its name, or its path as given, and its sha256 in hex."""
 
     name: str
     sha256: str
 
 
-class EnvironmentSection(_Section):
+class EnvironmentSection(Section):
     """What a run trained on. `observation` and `bounds` are None, and `scenarios` is empty, for foreign environments.
 
     traces: none where they were generated from the scenarios.
@@ -104,7 +106,7 @@ class EnvironmentSection(_Section):
     traces: tuple[SourceSection, ...] = ()
 
 
-class ValidationSection(_Section):
+class ValidationSection(Section):
     """What held-out arrivals said while a policy was trained.
 
     reference_ms: P99 of the best schedule known on each set of arrivals, by its name; regrets: after so many
@@ -126,7 +128,7 @@ class ValidationSection(_Section):
         return self
 
 
-class TrainingSection(_Section):
+class TrainingSection(Section):
     """How a policy came to be.
 
     method: what made the policy; statistics: the last values of the training's charts, None where undefined; stopped:
@@ -134,7 +136,6 @@ class TrainingSection(_Section):
     """
 
     method: str = "Trained offline with PPO in helm-rl's serving simulator"
-
     arguments: dict[str, JsonValue]
     commands: list[str]
     seed: int
@@ -157,7 +158,7 @@ class TrainingSection(_Section):
         return self
 
 
-class BundleConfig(_Section):
+class BundleConfig(Section):
     """`config.json` of a bundle. files: the sha256 of each data file, hex."""
 
     format_version: Literal[1] = 1
@@ -170,14 +171,14 @@ class BundleConfig(_Section):
     files: dict[str, str]
 
 
-class TensorFile(_Section):
+class TensorFile(Section):
     """The tensors that belong to a training state: file name within the run's folder, sha256 in hex."""
 
     name: str = Field(pattern=r"^training_state-[0-9]+\.safetensors$")
     sha256: str
 
 
-class TrainingState(_Section):
+class TrainingState(Section):
     """`training_state.json`: everything that resuming needs beside the tensors."""
 
     format_version: Literal[1] = 1
@@ -192,14 +193,14 @@ class TrainingState(_Section):
 class Bundle:
     """A checked bundle.
 
-    tensors: `normaliser.{mean,var,count}` float64, `actor.<i>.{weight,bias}` float32; layers: contents of those of
-    LAYER_FILES that it has, of which only the hash was checked.
+    tensors: `normaliser.{mean,var,count}` float64, `actor.<i>.{weight,bias}` float32; layers: those of LAYER_FILES that
+    it has, of which only the hash was checked.
     """
 
     path: Path
     config: BundleConfig
     tensors: Tensors
-    layers: Mapping[str, bytes]
+    layers: tuple[str, ...]
 
 
 def policy_sha256(tensors: Tensors) -> str:
@@ -316,11 +317,9 @@ def load_bundle(path: Path) -> Bundle:
     _check_policy_values(str(policy), tensors)
     if (tensors["normaliser.var"] + config.network.epsilon <= 0).any():
         raise UserError(f"{file}: network.epsilon: must be above 0, for the normaliser has a feature of no variance")
-    layers = {
-        name: read_recorded(path / name, config.files[name], MAX_JSON_BYTES)
-        for name in LAYER_FILES
-        if name in config.files
-    }
+    layers = tuple(name for name in LAYER_FILES if name in config.files)
+    for name in layers:
+        read_recorded(path / name, config.files[name], MAX_JSON_BYTES)
     return Bundle(path, config, tensors, layers)
 
 
@@ -399,16 +398,20 @@ def read_recorded(file: Path, sha256: str, most_bytes: int) -> bytes:
     Raises:
         UserError: The file is missing, larger than it could be, or not the one with this hash.
     """
+    data = _read(file, most_bytes)
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise UserError(f"{file}: its sha256 is {found[:12]}..., not {sha256[:12]}... as recorded: damaged or replaced")
+    return data
+
+
+def _read(file: Path, most_bytes: int) -> bytes:
     if not file.is_file():
         raise UserError(f"{file}: no such file; the folder is incomplete")
     size = file.stat().st_size
     if size > most_bytes:
         raise UserError(f"{file}: {size} bytes, more than the {most_bytes} that it could need")
-    data = file.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
-    if found != sha256:
-        raise UserError(f"{file}: its sha256 is {found[:12]}..., not {sha256[:12]}... as recorded: damaged or replaced")
-    return data
+    return file.read_bytes()
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -416,12 +419,9 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 def read_document(model: type[_Model], file: Path) -> _Model:
     """Read `file` as JSON of this model; every failure is a UserError that names the file and the field."""
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; the folder is incomplete")
-    if file.stat().st_size > MAX_JSON_BYTES:
-        raise UserError(f"{file}: {file.stat().st_size} bytes, more than the {MAX_JSON_BYTES} that it could need")
+    content = _read(file, MAX_JSON_BYTES)
     try:
-        document = json.loads(file.read_bytes().decode("utf-8"))
+        document = json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text (byte {error.start}); expected JSON") from None
     except json.JSONDecodeError as error:

@@ -109,7 +109,7 @@ def _of_bundle(path: Path) -> _Source:
     config = bundle.config
     served = {"observation": config.observation, "bounds": config.bounds}  # these are the ones that were checked
     environment = config.environment.model_copy(update=served)
-    return _Source(config.network, environment, config.training, bundle.tensors, bundle.layers.keys())
+    return _Source(config.network, environment, config.training, bundle.tensors, bundle.layers)
 
 
 def _of_run(run: Path) -> _Source:

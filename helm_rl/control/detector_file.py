@@ -7,21 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from helm_rl import __version__
-from helm_rl.checkpoint import read_document
+from helm_rl.checkpoint import Section, read_document
 from helm_rl.control.burst import BurstSettings
 from helm_rl.control.recovery import RecoveryRule
 from helm_rl.errors import UserError
 from helm_rl.files import write_text
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class _Settings(_Section):
+class _Settings(Section):
     tick_s: float
     factor: float
     threshold: float
@@ -34,12 +30,12 @@ class _Settings(_Section):
     normal_after_s: float
 
 
-class _Rule(_Section):
+class _Rule(Section):
     alpha_cold: float
     alpha_hot: float
 
 
-class Origin(_Section):
+class Origin(Section):
     """What a detector was calibrated on.
 
     scenario: its name, and the sha256 (hex) of its fields; false_alarm_s: the mean time between false alarms that was
@@ -53,7 +49,7 @@ class Origin(_Section):
     helm_rl_version: str = __version__
 
 
-class _Document(_Section):
+class _Document(Section):
     format_version: Literal[1] = 1
     kind: Literal["burst_detector"] = "burst_detector"
     settings: _Settings

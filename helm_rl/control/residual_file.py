@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from helm_rl import __version__
-from helm_rl.checkpoint import read_document
+from helm_rl.checkpoint import Section, read_document
 from helm_rl.control.guard import FEATURES, ExpectedState, GuardSettings, GuardState
 from helm_rl.control.residual import Learnt, ResidualSettings
 from helm_rl.errors import UserError
@@ -21,11 +21,7 @@ from helm_rl.observation import SIZE
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ResidualOrigin(_Section):
+class ResidualOrigin(Section):
     """Where an adapter learnt.
 
     policy_sha256: of the base policy's weights, as its bundle has it; scenario: name, and the sha256 (hex) of its
@@ -40,7 +36,7 @@ class ResidualOrigin(_Section):
     helm_rl_version: str = __version__
 
 
-class _Settings(_Section):
+class _Settings(Section):
     bound: float
     hidden: int
     learning_rate: float
@@ -48,7 +44,7 @@ class _Settings(_Section):
     pull: float
 
 
-class _GuardSettings(_Section):
+class _GuardSettings(Section):
     block: int
     settle: int
     probation: int
@@ -58,13 +54,13 @@ class _GuardSettings(_Section):
     memory: int
 
 
-class _Expected(_Section):
+class _Expected(Section):
     weights: list[float]
     inverse: list[list[float]]
     seen: _Count
 
 
-class _Guard(_Section):
+class _Guard(Section):
     followed: list[float]
     claimed: list[float]
     observed: list[float]
@@ -77,7 +73,7 @@ class _Guard(_Section):
     left: _Count
 
 
-class _Document(_Section):
+class _Document(Section):
     format_version: Literal[1] = 1
     kind: Literal["residual_adapter"] = "residual_adapter"
     settings: _Settings

@@ -157,16 +157,18 @@ def table(groups: dict[str, list[Curve]]) -> Table:
     return found
 
 
-def draw(axes: Axes, groups: dict[str, list[Curve]], colours: list[str]) -> None:
+def draw(axes: Axes, groups: dict[str, list[Curve]]) -> None:
     """Draw each group's median over its seeds, and the band between its least and its greatest."""
+    from eval.plots import INK, OTHERS
+
     for index, (name, curves) in enumerate(groups.items()):
-        colour = colours[index % len(colours)]
+        colour = OTHERS[index % len(OTHERS)].colour
         looked = sorted(set.intersection(*(set(curve.steps.tolist()) for curve in curves)))
         at = np.array([curve.regret[np.isin(curve.steps, looked)] for curve in curves]) * 100
         label = f"{name} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
         axes.plot(looked, np.median(at, axis=0), color=colour, marker="o", markersize=3, label=label)
         axes.fill_between(looked, at.min(axis=0), at.max(axis=0), color=colour, alpha=0.15, linewidth=0)
-    axes.axhline(100 * GOAL, color="#222222", linewidth=0.9, linestyle=(0, (1, 2)))
+    axes.axhline(100 * GOAL, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
     axes.set_xlabel("environment steps")
     axes.set_ylabel("mean P99 regret on held-out arrivals (%)")
     axes.set_xlim(left=0)
@@ -178,11 +180,11 @@ def main(args: Args) -> None:
     groups = load_groups(args.runs)
     console().print(table(groups))
     if args.plot is not None:
-        from eval.plots import OTHERS, page
+        from eval.plots import page
 
         with page(args.plot, height_in=3.6) as figure:
             axes = figure.subplots()
-            draw(axes, groups, [look.colour for look in OTHERS])
+            draw(axes, groups)
             axes.set_title("learning: the policy without noise, on arrivals it is not trained on", loc="left")
             axes.legend()
     if args.json is not None:

@@ -6,7 +6,6 @@ transition, its second half is settled.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -79,11 +78,10 @@ class Run:
     """One replay reduced to what is compared; measured requests only, a shed request counting as 100 x the SLO.
 
     slo: share of requests within the SLO; throughput_per_s: requests served (not shed) per second of the measured part;
-    windowed_p99_ms: mean over 10 s windows of arrivals; opening_p99_ms: first quarter of the measured part; the
-    onset_p99_ms: the first ONSET_S of bursts, NaN without any; the
-    *_p99_ms arrays have one value per span; time_s, alpha and target are the trajectory (interval ends); tail_ms,
-    tail_share the survival curve; window_s, window_p99_ms the windows (their middles); decide_us the median time of one
-    decision (a timing: it differs from run to run).
+    windowed_p99_ms: mean over 10 s windows of arrivals; opening_p99_ms: first quarter of the measured part;
+    onset_p99_ms: the first ONSET_S of bursts, NaN without any; the *_p99_ms arrays have one value per span; time_s,
+    alpha and target are the trajectory (interval ends); tail_ms, tail_share the survival curve; window_s, window_p99_ms
+    the windows (their middles); decide_us the median time of one decision (a timing: it differs from run to run).
     """
 
     p99_ms: float
@@ -158,7 +156,6 @@ def reduce_replay(replay: Replay, trace: Trace, part: Measured, slo_ms: float) -
         raise RuntimeError(f"{pending} measured requests of trace {trace.meta.name!r} never ended in the replay")
     shed = int((measured == np.float32(SHED_FACTOR * slo_ms)).sum())
     tail_ms, tail_share = survival_curve(measured)
-    onset = onsets(trace)
     window_s, window_p99_ms = _windows(measured, trace.arrival_ns[part.first :], part.start_ns)
     return Run(
         p99_ms=p99_ms(measured),
@@ -168,7 +165,7 @@ def reduce_replay(replay: Replay, trace: Trace, part: Measured, slo_ms: float) -
         throughput_per_s=(part.requests - shed) / part.seconds,
         shed=shed,
         opening_p99_ms=p99_ms(latency_ms[part.first : part.opening]),
-        onset_p99_ms=p99_ms(latency_ms[onset]) if onset.any() else math.nan,
+        onset_p99_ms=p99_ms(latency_ms[onsets(trace)]),
         segment_p99_ms=np.array([p99_ms(latency_ms[span.first : span.last]) for span in part.spans]),
         transition_p99_ms=np.array([p99_ms(latency_ms[span.first : span.middle]) for span in part.spans]),
         settled_p99_ms=np.array([p99_ms(latency_ms[span.middle : span.last]) for span in part.spans]),

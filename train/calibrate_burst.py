@@ -144,16 +144,17 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Recovered:
-    """The fitted rule; P99 with and without it on other draws, and when bursts are found there, in the median.
-
-    reached: how soon the rule's target was applied there.
-    """
+    """The fitted rule; P99 with and without it on other draws, and when bursts are found there, in the median."""
 
     fit: Fit
     with_rule: Outcome
     without: Outcome
     found_after_s: float
-    reached: list[Reached]
+
+    @property
+    def reached(self) -> tuple[Reached, ...]:
+        """How soon the rule's target was applied on those draws."""
+        return self.with_rule.reached
 
     @property
     def reached_ratio(self) -> float:
@@ -313,8 +314,7 @@ def fit_recovery(args: Args, scenario: Scenario, thresholds: Thresholds, plan: C
     makers = [recovering(base, fit.rule, settings, scenario.control.rate_per_s), base]
     others = bursts(_FIT_HELD_OUT)
     with_rule, without = others.outcomes(makers, advance)
-    reached = others.reached(makers[0], advance)
-    return Recovered(fit, with_rule, without, float(np.median(others.found_after_s(settings))), reached)
+    return Recovered(fit, with_rule, without, float(np.median(others.found_after_s(settings))))
 
 
 def base_maker(policy: Path | None, scenario: Scenario, alpha: float) -> Callable[[], Controller]:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +38,32 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
+class Reached:
+    """A burst: seconds from its start to when recovery set a target, and to when that was applied; inf: it never was.
+
+    least_s: what the budget of migration alone needs for the way, in seconds; 0 for one that was never done.
+    """
+
+    set_s: float
+    reached_s: float
+    least_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Time to the target over the least: detection and the budget's time together."""
+        return self.reached_s / (self.set_s + self.least_s)
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """P99 (ms) over all draws: of requests in the first ONSET_S of bursts, and of all that are measured."""
+    """P99 (ms) over all draws: of requests in the first ONSET_S of bursts, and of all that are measured.
+
+    reached: how soon the target that recovery set was applied, of each burst in which it set one.
+    """
 
     first_ms: float
     whole_ms: float
+    reached: tuple[Reached, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -76,23 +97,6 @@ def steady_alpha(scenario: Scenario, seeds: Sequence[int], jobs: int, advance: A
     return float(alphas[int(np.argmin(tails))])
 
 
-@dataclass(frozen=True)
-class Reached:
-    """A burst: seconds from its start to when recovery set a target, and to when that was applied; inf: it never was.
-
-    least_s: what the budget of migration alone needs for the way, in seconds; 0 for one that was never done.
-    """
-
-    set_s: float
-    reached_s: float
-    least_s: float
-
-    @property
-    def ratio(self) -> float:
-        """Time to the target over the least: detection and the budget's time together."""
-        return self.reached_s / (self.set_s + self.least_s)
-
-
 class Bursts:
     """Draws of a scenario with bursts, on which controllers are replayed from one alpha."""
 
@@ -119,34 +123,30 @@ class Bursts:
         """Replay every draw under a new controller of each maker."""
         pairs = list(itertools.product(makers, self.traces))
 
-        def one(pair: tuple[Callable[[], Controller], Trace]) -> tuple[Floats, Floats]:
+        def one(pair: tuple[Callable[[], Controller], Trace]) -> tuple[Floats, Floats, list[Reached]]:
             make, trace = pair
             served = replay(self.scenario, trace, make(), alpha0=self.alpha0)
             advance()
-            return served.latency_ms[onsets(trace)], served.latency_ms[served.measured]
+            return served.latency_ms[onsets(trace)], served.latency_ms[served.measured], self._reached(served, trace)
 
         with ThreadPoolExecutor(self.jobs) as pool:
             served = list(pool.map(one, pairs))
         draws = len(self.traces)
         groups = [served[k * draws : (k + 1) * draws] for k in range(len(makers))]
-        return [
-            Outcome(p99_ms(np.concatenate([a for a, _ in group])), p99_ms(np.concatenate([b for _, b in group])))
-            for group in groups
-        ]
+        outcomes = []
+        for group in groups:
+            first, whole, reached = zip(*group, strict=True)
+            outcomes.append(
+                Outcome(p99_ms(np.concatenate(first)), p99_ms(np.concatenate(whole)), tuple(itertools.chain(*reached)))
+            )
+        return outcomes
 
-    def reached(self, make: Callable[[], Controller], advance: Advance) -> list[Reached]:
-        """Replay every draw under a controller with recovery; return how soon its target was reached in each burst."""
+    def _reached(self, served: Replay, trace: Trace) -> list[Reached]:
         control = self.scenario.control
-        found = []
-        for trace in self.traces:
-            served = replay(self.scenario, trace, make(), alpha0=self.alpha0)
-            advance()
-            per_s = control.migrate_pages_per_s / served.windows[0].pages
-            for phase in trace.meta.phases[1:]:
-                most = control.rate_per_s * control.interval_s
-                one = reached(served, phase.start_ns * 1e-9, phase.end_ns * 1e-9, per_s, most)
-                found += [] if one is None else [one]
-        return found
+        per_s, most = control.migrate_pages_per_s / served.windows[0].pages, control.rate_per_s * control.interval_s
+        bursts = trace.meta.phases[1:]
+        found = [reached(served, one.start_ns * 1e-9, one.end_ns * 1e-9, per_s, most) for one in bursts]
+        return [one for one in found if one is not None]
 
 
 def reached(served: Replay, start_s: float, end_s: float, per_s: float, most: float) -> Reached | None:

@@ -10,7 +10,7 @@ from helm_rl.checkpoint import DETECTOR_FILE, POLICY_FILE, RESIDUAL_FILE, Bundle
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.burst import BurstSettings
 from helm_rl.control.detector_file import load_detector
-from helm_rl.control.protocol import Controller
+from helm_rl.control.helm import Helm
 from helm_rl.control.recovery import Recovery, RecoveryRule
 from helm_rl.control.residual import Residual
 from helm_rl.control.residual_file import load_residual
@@ -26,7 +26,7 @@ def layers_of(bundle: Bundle) -> tuple[Layer, ...]:
     return tuple(layer for layer, file in LAYERS.items() if file in bundle.layers)
 
 
-def controller(bundle: Bundle, interval_s: float | None = None, layers: Collection[Layer] | None = None) -> Controller:
+def controller(bundle: Bundle, interval_s: float | None = None, layers: Collection[Layer] | None = None) -> Helm:
     """Return the controller of a bundle.
 
     Args:
@@ -43,13 +43,13 @@ def controller(bundle: Bundle, interval_s: float | None = None, layers: Collecti
         if LAYERS[layer] not in bundle.layers:
             raise UserError(f"{bundle.path}: has no {LAYERS[layer]}, so no {layer}; `helm-rl export` puts it there")
     base = BasePolicy.of(bundle, interval_s)
-    found: Controller = base
+    adapter = recovery = None
     if "residual" in asked:
-        found = Residual.of(base, load_residual(bundle.path / RESIDUAL_FILE, bundle.config.files[POLICY_FILE]).learnt)
+        adapter = Residual.of(base, load_residual(bundle.path / RESIDUAL_FILE, bundle.config.files[POLICY_FILE]).learnt)
     if "recovery" in asked:
         rule, settings = load_recovery(bundle.path / DETECTOR_FILE)
-        found = Recovery(found, rule, settings, rate_per_s=bundle.config.bounds.rate_per_s)
-    return found
+        recovery = Recovery(adapter or base, rule, settings, rate_per_s=bundle.config.bounds.rate_per_s)
+    return Helm(base, adapter, recovery)
 
 
 def load_recovery(path: Path) -> tuple[RecoveryRule, BurstSettings]:

@@ -114,8 +114,8 @@ def test_what_was_learnt_goes_into_a_bundle(policy: Path, scenario: str, tmp_pat
     main(Args(policy=policy, scenario=scenario, intervals=100, draws=1, output=tmp_path / "r.json"))
     export(policy, tmp_path / "full", residual=tmp_path / "r.json")
     served = controller(load_bundle(tmp_path / "full"))
-    assert isinstance(served, Residual)
-    assert served.learnt().guard.cost.seen > 0
+    assert served.adapter is not None
+    assert served.adapter.learnt().guard.cost.seen > 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from helm_rl.control.base import BasePolicy
 from helm_rl.control.burst import BurstSettings
 from helm_rl.control.detector_file import Detector, save_detector
 from helm_rl.control.layers import controller, layers_of
-from helm_rl.control.recovery import Recovery
+from helm_rl.control.protocol import Watching
 from helm_rl.control.residual import Residual
 from helm_rl.control.residual_file import SavedResidual, save_residual
 from helm_rl.errors import UserError
@@ -43,12 +43,14 @@ def test_a_bundle_serves_with_the_layers_it_was_given(files: dict[str, Path], tm
     assert layers_of(bundle) == ("residual", "recovery")
     assert bundle.config.files[POLICY_FILE] == load_bundle(files["plain"]).config.files[POLICY_FILE]
     full = controller(bundle)
-    assert isinstance(full, Recovery)
-    assert isinstance(full.inner, Residual)
-    assert full.settings == DETECTOR.settings
-    assert full.rule == DETECTOR.rule
-    assert full.rate_per_s == bundle.config.bounds.rate_per_s
-    assert (full.inner.net.weights[2] == 0.3).all()
+    assert isinstance(full, Watching)
+    assert full.recovery is not None
+    assert full.adapter is not None
+    assert full.recovery.inner is full.adapter
+    assert full.recovery.settings == DETECTOR.settings
+    assert full.recovery.rule == DETECTOR.rule
+    assert full.recovery.rate_per_s == bundle.config.bounds.rate_per_s
+    assert (full.adapter.net.weights[2] == 0.3).all()
     card = (tmp_path / "full" / "README.md").read_text()
     assert "goes on learning in service" in card
     assert "a recovery rule, which takes over" in card
@@ -60,15 +62,18 @@ def test_layers_can_be_left_out(files: dict[str, Path], tmp_path: Path) -> None:
     export(files["plain"], tmp_path / "full", detector=files["detector"], residual=files["residual"])
     bundle = load_bundle(tmp_path / "full")
     alone = controller(bundle, layers=())
-    assert isinstance(alone, BasePolicy)
+    assert not isinstance(alone, Watching)
     plain = BasePolicy.load(files["plain"])
     rng = np.random.default_rng(1)
     seen = [rng.uniform(0, 1, SIZE).astype(np.float32) for _ in range(50)]
     assert [alone.decide(one, 0.4, 0) for one in seen] == [plain.decide(one, 0.4, 0) for one in seen]
-    assert isinstance(controller(bundle, layers=("residual",)), Residual)
-    recovery = controller(bundle, layers=("recovery",))
-    assert isinstance(recovery, Recovery)
-    assert isinstance(recovery.inner, BasePolicy)
+    learning = controller(bundle, layers=("residual",))
+    assert learning.adapter is not None
+    assert learning.recovery is None
+    recovering = controller(bundle, layers=("recovery",))
+    assert recovering.adapter is None
+    assert recovering.recovery is not None
+    assert recovering.recovery.inner is recovering.base
 
 
 def test_a_layer_can_be_put_on_later_and_replaced(files: dict[str, Path], tmp_path: Path) -> None:
@@ -79,8 +84,8 @@ def test_a_layer_can_be_put_on_later_and_replaced(files: dict[str, Path], tmp_pa
     save_detector(tmp_path / "d2.json", Detector(BurstSettings(threshold=9.0), DETECTOR.rule, DETECTED))
     export(tmp_path / "two", tmp_path / "one", detector=tmp_path / "d2.json", overwrite=True)
     other = controller(load_bundle(tmp_path / "one"))
-    assert isinstance(other, Recovery)
-    assert other.settings.threshold == 9.0
+    assert other.recovery is not None
+    assert other.recovery.settings.threshold == 9.0
 
 
 def test_a_layer_that_is_not_there_is_named(files: dict[str, Path]) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from envs.serving import cluster_loop, latency, loop, queues
+from envs.serving import cluster_loop, loop, queues
 from envs.serving.node import MAX_SAMPLED_SLOTS, NodeSim, ServedTrace
+from helm_rl import latency
 from helm_rl.errors import UserError
 from helm_rl.memory import free_bytes
 from helm_rl.metrics import WindowStats

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from cache_engine.backends.cpu import kv
 from cache_engine.jit import MOST_BYTES, in_memory, inner, kernel
-from envs.serving import latency, loop, packed, queues
-from envs.serving.latency import LatencyState
+from envs.serving import loop, packed, queues
 from envs.serving.loop import Requests
+from helm_rl.latency import LatencyState, shed
 from helm_rl.routing import HELM, KV_AWARE, NOWHERE, RouterState, choose
 
 # ClusterState.clocks
@@ -85,7 +85,7 @@ def place(cluster: ClusterState, i: int, now_ns: int) -> None:
     """Send request `i`, which comes to the cluster at `now_ns`, to a node."""
     k = decide(cluster, i, now_ns)
     if k == NOWHERE:
-        latency.shed(cluster.refused, i)
+        shed(cluster.refused, i)
         return
     cluster.node_of[i] = k
     _serve(cluster.nodes[k], i, now_ns, cluster.idle_ns[k : k + 1], cluster.emb[k])

@@ -17,10 +17,11 @@ from cache_engine import EmbeddingCache, HbmPool, KvCache, KvLease
 from cache_engine.backends.device import CudaUnavailableError, CupyDevice
 from cache_engine.hashing import mix, reduce_range
 from cache_engine.jit import kernel
-from envs.serving import latency, payload
+from envs.serving import payload
 from envs.serving.matrix_product import MatrixProduct
 from envs.serving.node import GHOST_MEMORY_S, page_layout, plain
 from envs.serving.rows import ITEMS, RowState, build_rows, candidate_rows, history_rows
+from helm_rl import latency
 from helm_rl.errors import UserError
 from helm_rl.memory import free_bytes
 from helm_rl.metrics import WindowStats

@@ -15,9 +15,10 @@ from cache_engine.backends.cpu.kv_host import KvHostState
 from cache_engine.backends.cpu.pool import PoolState
 from cache_engine.hashing import mix
 from cache_engine.jit import inner, kernel
-from envs.serving import latency, queues
+from envs.serving import queues
 from envs.serving.queues import QueueState
 from envs.serving.rows import ITEMS, RowState, candidate_rows, history_rows
+from helm_rl.latency import shed, weight_of
 
 # Node.params
 TOKEN_NS = 0  # of compute, per new token
@@ -236,14 +237,14 @@ def serve(node: Node, i: int, now_ns: int) -> None:
     """Take up request `i`, which comes to this node at `now_ns`; the node has been advanced to that time."""
     params, window, queue, requests = node.params, node.window, node.queue, node.requests
     history = np.int64(requests.history[i])
-    measured = latency.weight(queue.measured, i)
+    measured = weight_of(queue.measured, i)
     window[ARRIVALS] += 1
     if requests.returning[i]:
         window[RETURNING] += measured
     pages = -(-history // node.kv.scalars[kv.PAGE_TOKENS])
     fits = pages <= node.pool.owned[node.kv.scalars[kv.MEMBER]]  # else there is no memory to compute it in
     if not fits or not queues.make_place(queue, i, now_ns):
-        latency.shed(queue.measured, i)
+        shed(queue.measured, i)
         return
 
     prefix, onboarded = _find_history(node, i, now_ns)

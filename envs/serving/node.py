@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine.backends.cpu import embedding, ghost, kv, kv_host, pool
-from envs.serving import latency, loop, packed, queues
+from envs.serving import loop, packed, queues
 from envs.serving.rows import ITEMS, RowModel, build_rows
+from helm_rl import latency
 from helm_rl.control import burst
 from helm_rl.control.burst import BurstState
 from helm_rl.errors import UserError

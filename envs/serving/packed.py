@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from cache_engine.backends.cpu import embedding, ghost, kv, kv_host, pool
 from cache_engine.jit import MOST_BYTES, in_memory, kernel
-from envs.serving import latency, loop, queues
+from envs.serving import loop, queues
 from envs.serving.rows import new_row_state
+from helm_rl import latency
 from helm_rl.control import burst
 from helm_rl.control.burst import BurstState, look
-
-_P99_REQUESTS = 1_000.0  # measured, below which their P99 says little
+from helm_rl.latency import sketch_p99_ms
 
 
 def _example() -> loop.Node:
@@ -95,7 +95,7 @@ def run_watched(
     With `stop`, only until it finds a burst; return the end. Ticks go on from window to window, whatever lies between.
     What is shown to the detector at its first m ticks, arrivals and P99, goes to `seen`, float64 [m, 2].
     The P99 that is looked at is that of the requests that were complete when the last one came: so the node is taken
-    up as often as without a detector, and serves the same. It is not known before _P99_REQUESTS were measured.
+    up as often as without a detector, and serves the same. It is not known before latency.P99_REQUESTS were measured.
     """
     node = load(packed)
     clocks, arrival_ns, measured = node.clocks, node.requests.arrival_ns, node.queue.measured
@@ -113,8 +113,8 @@ def run_watched(
             end_ns = counts[burst.TICK_END_NS]
             if measured.window[latency.COMPLETED] != completed:
                 completed = measured.window[latency.COMPLETED]
-                if measured.tail[latency.SUM] >= _P99_REQUESTS:
-                    p99_ms = latency.sketch_p99_ms(measured)
+                if measured.tail[latency.SUM] >= latency.P99_REQUESTS:
+                    p99_ms = sketch_p99_ms(measured)
             tick = counts[burst.TICKS]
             if tick < seen.shape[0]:
                 seen[tick, 0] = sums[burst.PARTIAL]

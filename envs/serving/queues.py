@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine.jit import inner, kernel
-from envs.serving import latency
-from envs.serving.latency import LatencyState
+from helm_rl.latency import LatencyState, complete, shed
 
 # QueueState.params
 BATCH_NS = 0  # fixed, per batch
@@ -187,7 +186,7 @@ def make_place(queue: QueueState, request: int, now_ns: int) -> bool:
     if stage == LINK:
         queue.sums[LINK_WORK] -= queue.link_ns[at]
     queue.sums[COMPUTE_WORK] -= queue.work_ns[at]
-    latency.shed(queue.measured, queue.request[at])
+    shed(queue.measured, queue.request[at])
     _go(queue, at, now_ns)
     return True
 
@@ -355,7 +354,7 @@ def _end_batch(queue: QueueState) -> None:
         at = queue.batch[k]
         request = queue.request[at]
         took = end - queue.arrival_ns[request] + queue.params[REQUEST_NS]
-        latency.complete(queue.measured, request, took * 1e-6)
+        complete(queue.measured, request, took * 1e-6)
         _go(queue, at, end)
     clocks[BATCH] = 0
 

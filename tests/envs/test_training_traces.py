@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from envs import training_traces
-from envs.serving.latency import tail_cost
 from envs.serving.replay import replay
 from envs.training_traces import SEEDS_FROM, TrainingTraces, reward
 from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
+from helm_rl.latency import tail_cost
 from helm_rl.metrics import SHED_FACTOR
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.generate import generate

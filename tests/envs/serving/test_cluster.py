@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envs.serving import latency
 from envs.serving.cluster import ClusterSim, ClusterWindow, node_sections
 from envs.serving.node import MAX_SAMPLED_SLOTS, NodeSim, ServedTrace
 from envs.serving.replay import replay, replay_cluster
+from helm_rl import latency
 from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
 from helm_rl.metrics import SHED_FACTOR

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.serving import latency, queues
+from envs.serving import queues
 from envs.serving.queues import FOREVER_NS, QueueState
+from helm_rl import latency
 from helm_rl.metrics import SHED_FACTOR, p99_ms
 
 MS = 1_000_000

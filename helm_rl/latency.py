@@ -1,4 +1,4 @@
-"""Kernels that record latencies: each request's, the sums of a window, and a decayed histogram for the P99."""
+"""Kernels that record latencies, one by one or in counts: a window's sums, and a decayed histogram for the P99."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine.hashing import mix2
-from cache_engine.jit import kernel
+from cache_engine.jit import inner, kernel
 from helm_rl.metrics import SHED_FACTOR
 
 # LatencyState.window, reset by the reader; requests that are not measured count in none of them
@@ -31,9 +31,11 @@ SKETCH_BINS = 1600
 SKETCH_LOW_MS = 0.01
 SKETCH_WIDTH = 0.01  # in ln: 1 % a bin, up to 88,000 s
 SKETCH_REQUESTS = 2_000.0  # over which the sketch decays
+P99_REQUESTS = 1_000.0  # measured, below which their P99 says little
 TAIL_POWER = 4  # `helm-rl eval reward` has what other powers, and other rewards, teach
 TAIL_BEND = 2.0
 
+_ROUNDING = 1e-6
 _MEASURED = np.uint64(0x7E1E)  # apart from the other samples of requests
 _UNIT = 1.0 / 2.0**53
 _S11 = np.uint64(11)
@@ -74,7 +76,7 @@ def start_window(state: LatencyState) -> None:
 
 
 @kernel
-def weight(state: LatencyState, request: int) -> float:
+def weight_of(state: LatencyState, request: int) -> float:
     """Return how many requests this one stands for in the measurements: 1 / sample, or 0 if it is not measured."""
     sample = state.sample[0]
     if sample >= 1.0:
@@ -85,7 +87,7 @@ def weight(state: LatencyState, request: int) -> float:
 @kernel
 def shed(state: LatencyState, request: int) -> None:
     """Record a request that was refused."""
-    state.window[SHED] += weight(state, request)
+    state.window[SHED] += weight_of(state, request)
     complete(state, request, SHED_FACTOR * state.slo_ns[state.slo_ns.size - 1] * 1e-6)
 
 
@@ -105,7 +107,7 @@ def tail_cost(ratio: float) -> float:
 def complete(state: LatencyState, request: int, latency_ms: float) -> None:
     """Record a request that took `latency_ms`, which must be above 0."""
     state.latency_ms[request] = latency_ms
-    measured = weight(state, request)
+    measured = weight_of(state, request)
     if measured == 0.0:
         return
     window = state.window
@@ -116,11 +118,57 @@ def complete(state: LatencyState, request: int, latency_ms: float) -> None:
     window[TAIL_SUM] += measured * tail_cost(ratio)
     window[LOG_SUM] += measured * math.log(ratio)
     window[MS_SUM] += measured * latency_ms
-    at = min(max(int(math.log(latency_ms / SKETCH_LOW_MS) / SKETCH_WIDTH), 0), SKETCH_BINS - 1)
-    state.sketch[at] += 1.0
-    state.tail[SUM] += 1.0
+    _add_to_sketch(state, bin_of(latency_ms), 1.0)
+
+
+@inner
+def bin_of(latency_ms: float) -> int:
+    """Return the bin of the sketch for a latency above 0; those beyond either end belong to the last bin there."""
+    return min(max(int(math.log(latency_ms / SKETCH_LOW_MS) / SKETCH_WIDTH), 0), SKETCH_BINS - 1)
+
+
+@inner
+def _add_to_sketch(state: LatencyState, at: int, requests: float) -> None:
+    state.sketch[at] += requests
+    state.tail[SUM] += requests
     if at >= state.tail[AT]:
-        state.tail[ABOVE] += 1.0
+        state.tail[ABOVE] += requests
+
+
+@kernel
+def count(histogram: npt.NDArray[np.float64], latency_ms: float) -> None:
+    """Count a request that took `latency_ms`, above 0, in a histogram of the sketch's bins, [SKETCH_BINS]."""
+    histogram[bin_of(latency_ms)] += 1.0
+
+
+@kernel
+def complete_counts(state: LatencyState, edges_ms: npt.NDArray[np.float64], requests: npt.NDArray[np.float64]) -> None:
+    """Record requests of which only a histogram is known: `requests[k]` took over edges_ms[k - 1], up to edges_ms[k].
+
+    edges_ms: [n], ascending, above 0; the last may be infinite, and what lies in its bucket counts at the edge before.
+    The first bucket reaches down to half its edge. Within a bucket requests are spread evenly over the logarithm.
+    """
+    window, slo_ms = state.window, state.slo_ns[0] * 1e-6
+    for k in range(requests.size):
+        if requests[k] <= 0.0:
+            continue
+        low_ms = edges_ms[k - 1] if k > 0 else 0.5 * edges_ms[0]
+        first = last = bin_of(low_ms)
+        if edges_ms[k] < math.inf:
+            # Edges that are those of bins, within rounding, take no bin of the next bucket.
+            first, last = bin_of(low_ms * (1.0 + _ROUNDING)), bin_of(edges_ms[k] * (1.0 - _ROUNDING))
+            last = max(first, last)
+        share = requests[k] / (last - first + 1)
+        for at in range(first, last + 1):
+            latency_ms = SKETCH_LOW_MS * math.exp((at + 0.5) * SKETCH_WIDTH)
+            ratio = latency_ms / slo_ms
+            window[COMPLETED] += share
+            if ratio > 1.0:
+                window[SLOW] += share
+            window[TAIL_SUM] += share * tail_cost(ratio)
+            window[LOG_SUM] += share * math.log(ratio)
+            window[MS_SUM] += share * latency_ms
+            _add_to_sketch(state, at, share)
 
 
 @kernel

@@ -47,7 +47,7 @@ COMMANDS: dict[str, Command] = {
     "train residual": Command(
         "training", "train.fit_residual:main", "let the residual adapter learn on a service new to it"
     ),
-    "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle that can be served"),
+    "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle, or that into ONNX or C"),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),
     "eval ratio-gap": Command(
         "measuring", "eval.ratio_gap:main", "distance of a policy's split from each segment's best one"
@@ -92,6 +92,7 @@ EXTRAS = {
     "cachetools": "bench",
     "cupy": "cuda13",
     "libcachesim": "bench",
+    "onnx": "onnx",
     "onnxruntime": "bench",
     "polars": "bench",
     "stable_baselines3": "bench",

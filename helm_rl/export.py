@@ -1,7 +1,8 @@
-"""From a training run's last checkpoint to a bundle that serves, with its layers and its model card."""
+"""From a training run's last checkpoint to a bundle that serves, and from a bundle to ONNX or a C header."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Annotated
 
 import tyro
 
+from helm_rl.c_header import header
 from helm_rl.checkpoint import (
     CONFIG_FILE,
     DETECTOR_FILE,
     RESIDUAL_FILE,
+    Bundle,
     BundleConfig,
     EnvironmentSection,
     NetworkSection,
@@ -28,6 +31,13 @@ from helm_rl.checkpoint import (
 from helm_rl.control.layers import load_recovery
 from helm_rl.control.residual_file import load_residual
 from helm_rl.errors import UserError
+from helm_rl.files import atomic_file, check_outputs, write_text
+from helm_rl.frozen import decide_by_bundle, freeze
+from helm_rl.onnx_file import most_error, onnx_bytes, parse_onnx
+
+CHECKED = 10_000
+MOST_ERROR = 1e-5
+"""By how much an ONNX file's alpha may differ from the bundle's."""
 
 _LAYERS = {
     RESIDUAL_FILE: "a residual adapter, which goes on learning in service from where this file left it",
@@ -37,18 +47,29 @@ _LAYERS = {
 
 @dataclass
 class ExportArgs:
-    """Turn the best policy of a training run into a bundle: policy, config, model card, and the layers above it."""
+    """Turn the best policy of a training run into a bundle: policy, config, model card, and the layers above it.
+
+    For servers without Python, a bundle becomes an ONNX file or a C header: normaliser, base policy, the offset of a
+    residual adapter that has proven itself, and bounds. Detectors, recovery and whatever learns stay with the bundle.
+    """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|BUNDLE")]
-    """Run folder, as 'helm-rl train base' printed it, or a bundle, to put layers above its policy."""
-    output: Path
-    """Bundle folder to make."""
+    """Run folder, as 'helm-rl train base' printed it, or a bundle, to put layers above its policy or for the files
+    below."""
+    output: Path | None = None
+    """Bundle folder to make; may be left out where a bundle only becomes one of the files below."""
     detector: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Burst detector and recovery rule, as 'helm-rl train burst' writes them."""
     residual: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Residual adapter, as 'helm-rl train residual --output' writes it."""
+    onnx: Annotated[Path | None, tyro.conf.arg(metavar="FILE.onnx")] = None
+    """ONNX file to make of the bundle; held against it on 10,000 raw observations before it is written."""
+    header: Annotated[Path | None, tyro.conf.arg(metavar="FILE.h")] = None
+    """C header to make of the bundle: C99 or C++, no dependency."""
+    interval_s: float | None = None
+    """Seconds between decisions for --onnx and --header; needed where the policy was trained for several."""
     overwrite: bool = False
-    """Replace a bundle that stands at the output already."""
+    """Replace what stands at an output already."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +280,48 @@ def _validation(found: ValidationSection) -> list[str]:
 
 
 def main(args: ExportArgs) -> None:
-    """Export as the command line says, and tell where the bundle is."""
-    export(args.source, args.output, args.overwrite, args.detector, args.residual)
-    print(f"bundle: {args.output}")
+    """Export as the command line says, and tell where everything is."""
+    files = {"onnx": args.onnx, "header": args.header}
+    if args.onnx is not None:
+        importlib.import_module("onnx")  # that it is missing is said before anything is made
+    if args.output is None:
+        if not any(files.values()):
+            raise UserError("nothing to make: name --output for a bundle, or --onnx or --header for a file of a bundle")
+        if args.detector is not None or args.residual is not None:
+            raise UserError("--detector and --residual become part of a bundle: name it with --output")
+        if not (args.source / CONFIG_FILE).is_file():
+            raise UserError(
+                f"{args.source}: no bundle, of which --onnx and --header are made; name one with --output, too"
+            )
+    check_outputs(args.overwrite, (args.source, args.output), **files)
+    if args.output is not None:
+        export(args.source, args.output, args.overwrite, args.detector, args.residual)
+        print(f"bundle: {args.output}")
+    if any(files.values()):
+        _export_files(load_bundle(args.source if args.output is None else args.output), args)
+
+
+def _export_files(bundle: Bundle, args: ExportArgs) -> None:
+    """Make the ONNX file and the header of a bundle, as asked for."""
+    frozen = freeze(bundle, args.interval_s)
+    if args.onnx is not None:
+        content = onnx_bytes(frozen)
+        written = parse_onnx(content, str(args.onnx))
+        error = most_error(written, decide_by_bundle(bundle, args.interval_s, CHECKED // 1_000, 1_000))
+        if not error <= MOST_ERROR:
+            raise UserError(
+                f"{bundle.path}: by {written.runtime} alpha comes out up to {error:.1e} off, more than {MOST_ERROR:g}; "
+                "its weights are too large for float32, so train it anew"
+            )
+        with atomic_file(args.onnx) as aside:
+            aside.write_bytes(content)
+        print(f"onnx: {args.onnx}, within {error:.1e} of the bundle on {CHECKED:,} observations ({written.runtime})")
+    if args.header is not None:
+        write_text(args.header, header(frozen))
+        print(f"header: {args.header}")
+    left = {DETECTOR_FILE: "detectors and recovery, which look at every tick"}
+    if not frozen.residual:
+        left[RESIDUAL_FILE] = "the residual adapter, which has not proven itself"
+    for file in bundle.layers:
+        if file in left:
+            print(f"left out: {left[file]}")

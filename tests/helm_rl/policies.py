@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from helm_rl.checkpoint import (
+    POLICY_FILE,
     BoundsSection,
     BundleConfig,
     EnvironmentSection,
@@ -18,7 +21,12 @@ from helm_rl.checkpoint import (
     save_bundle,
     save_training_state,
 )
+from helm_rl.control.base import BasePolicy
+from helm_rl.control.guard import GuardSettings
 from helm_rl.control.policy_net import CLIP, EPSILON, HIDDEN, ActorCritic
+from helm_rl.control.residual import Residual
+from helm_rl.control.residual_file import ResidualOrigin, SavedResidual, save_residual
+from helm_rl.export import export
 from helm_rl.observation import OBSERVATION_NAMES, SCHEMA_VERSION, schema_hash
 
 NETWORK = NetworkSection(hidden=HIDDEN, action_size=1, observation_clip=CLIP, epsilon=EPSILON)
@@ -92,3 +100,21 @@ def make_run(run: Path, net: ActorCritic, iterations: int = 3, environment: Envi
         environment=environment,
         training=training(iterations),
     )
+
+
+def make_adapting_bundle(path: Path, net: ActorCritic) -> Path:
+    """Make a bundle at `path` whose residual adapter has proven itself, and return it."""
+    plain = path.with_name(f"{path.name}-plain")
+    config = make_bundle(plain, net)
+    adapter = Residual(BasePolicy.load(plain), guard=GuardSettings(probation=10))
+    adapter.net.weights[2] += np.random.default_rng(5).normal(0.0, 0.5, adapter.net.weights[2].shape)
+    followed = np.linspace(-1.0, 1.0, 20)
+    gains = (followed + np.tile([0.1, -0.1], 10)).tolist()
+    learnt = adapter.learnt()
+    seen = replace(learnt.guard, followed=followed.tolist(), claimed=gains, observed=gains, tried=20)
+    origin = ResidualOrigin(
+        policy_sha256=config.files[POLICY_FILE], scenario="trend", scenario_hash="0" * 64, intervals=800, measured={}
+    )
+    save_residual(path.with_suffix(".json"), SavedResidual(replace(learnt, guard=seen), origin))
+    export(plain, path, residual=path.with_suffix(".json"))
+    return path

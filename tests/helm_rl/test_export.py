@@ -14,7 +14,17 @@ from helm_rl.control.base import BasePolicy
 from helm_rl.errors import UserError
 from helm_rl.export import ExportArgs, export, main, model_card
 from helm_rl.observation import OBSERVATION_NAMES, schema_hash
-from tests.helm_rl.policies import ENVIRONMENT, NETWORK, make_run, network, observations, training
+from helm_rl.onnx_file import load_onnx
+from tests.helm_rl.policies import (
+    ENVIRONMENT,
+    NETWORK,
+    make_adapting_bundle,
+    make_bundle,
+    make_run,
+    network,
+    observations,
+    training,
+)
 
 
 def test_the_bundle_acts_as_the_run_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,3 +104,66 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(UserError):
             export(tmp_path / run, tmp_path / "no" / "such" / "bundle")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["cut", "foreign", "fresh"]
+
+
+def run(*arguments: Path | str) -> None:
+    main(tyro.cli(ExportArgs, args=[str(argument) for argument in arguments]))
+
+
+def test_a_run_becomes_all_three_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnx")
+    make_run(tmp_path / "run", network(4))
+    onnx, header = tmp_path / "a.onnx", tmp_path / "a.h"
+    run(tmp_path / "run", "--output", tmp_path / "bundle", "--onnx", onnx, "--header", header)
+    bundle, checked, made = capsys.readouterr().out.splitlines()
+    assert bundle == f"bundle: {tmp_path / 'bundle'}"
+    assert re.fullmatch(rf"onnx: {onnx}, within \d\.\de-\d\d of the bundle on 10,000 observations \(onnx.*\)", checked)
+    assert made == f"header: {header}"
+    sha256 = load_bundle(tmp_path / "bundle").config.files["policy.safetensors"]
+    assert load_onnx(onnx).metadata.policy_sha256 == sha256
+    assert f"from the policy {sha256}" in header.read_text()
+    before = onnx.read_bytes()
+    make_bundle(tmp_path / "other", network(5))
+    with pytest.raises(UserError, match=r"a\.onnx exists already"):
+        run(tmp_path / "other", "--onnx", onnx)
+    assert onnx.read_bytes() == before
+    run(tmp_path / "other", "--onnx", onnx, "--overwrite")
+    assert load_onnx(onnx).metadata.policy_sha256 != sha256
+
+
+def test_what_a_file_leaves_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_adapting_bundle(tmp_path / "b", network(3))
+    run(path, "--header", tmp_path / "a.h")
+    assert capsys.readouterr().out == f"header: {tmp_path / 'a.h'}\n"
+    learnt = path.with_suffix(".json")
+    learnt.write_text(learnt.read_text().replace('"tried":20', '"tried":9'))
+    run(path, "--output", tmp_path / "c", "--residual", learnt, "--header", tmp_path / "c.h")
+    assert "\nleft out: the residual adapter, which has not proven itself\n" in capsys.readouterr().out
+    assert "helm_residual_weight0" in (tmp_path / "a.h").read_text()
+    assert "helm_residual_weight0" not in (tmp_path / "c.h").read_text()
+
+
+def test_files_are_made_of_a_bundle_and_for_one_interval(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", network())
+    make_bundle(tmp_path / "b", network())
+    out = tmp_path / "a.h"
+    for arguments, message in (
+        ((tmp_path / "b",), "nothing to make: name --output"),
+        ((tmp_path / "run", "--header", out), "run: no bundle, of which --onnx and --header are made"),
+        ((tmp_path / "b", "--header", out, "--residual", tmp_path / "r.json"), "become part of a bundle"),
+        ((tmp_path / "b", "--header", out, "--interval-s", "2"), r"trained for 0\.5 s between decisions, and 2 s was"),
+        ((tmp_path / "b", "--header", out, "--onnx", out), "name the same file"),
+        ((tmp_path / "b", "--header", tmp_path / "b" / "a.h"), "is what is read, or lies in it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(*arguments)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["b", "run"]
+
+
+def test_an_onnx_file_that_decides_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnx")
+    make_bundle(tmp_path / "b", network())
+    monkeypatch.setattr("helm_rl.export.most_error", lambda *_: 2e-5)
+    with pytest.raises(UserError, match=r"alpha comes out up to 2\.0e-05 off, more than 1e-05"):
+        run(tmp_path / "b", "--onnx", tmp_path / "a.onnx")
+    assert [file.name for file in tmp_path.iterdir()] == ["b"]

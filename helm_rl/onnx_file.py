@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,10 @@ from helm_rl.errors import UserError
 from helm_rl.frozen import START, STATE_SIZE, Decisions, Frozen, Layers
 from helm_rl.observation import HIGH, LOW, OBSERVATION_NAMES, SCHEMA_VERSION, SIZE, schema_hash
 
-if TYPE_CHECKING:
-    import onnx
+# onnx comes with an extra, so its types are not at hand when this is imported.
+_Model: TypeAlias = Any
+_Node: TypeAlias = Any
+_End: TypeAlias = Any
 
 KIND = "helm_rl_decision"
 FORMAT_VERSION = 1
@@ -181,7 +183,7 @@ def most_error(written: OnnxDecision, ours: Decisions) -> float:
     return error
 
 
-def _runner(model: onnx.ModelProto) -> tuple[str, Callable[[dict[str, Any]], Any]]:
+def _runner(model: _Model) -> tuple[str, Callable[[dict[str, Any]], Any]]:
     try:
         import onnxruntime
     except ModuleNotFoundError:
@@ -196,7 +198,7 @@ def _runner(model: onnx.ModelProto) -> tuple[str, Callable[[dict[str, Any]], Any
     return f"onnxruntime {onnxruntime.__version__}", lambda inputs: session.run(None, inputs)
 
 
-def _metadata(model: onnx.ModelProto, where: str) -> OnnxMetadata:
+def _metadata(model: _Model, where: str) -> OnnxMetadata:
     fields = {prop.key: prop.value for prop in model.metadata_props}
     if fields.get("kind") != KIND:
         raise UserError(f"{where}: an ONNX file, but not one that 'helm-rl export' wrote")
@@ -227,7 +229,7 @@ def _metadata(model: onnx.ModelProto, where: str) -> OnnxMetadata:
     return metadata
 
 
-def _check_tensors(model: onnx.ModelProto, metadata: OnnxMetadata, where: str) -> None:
+def _check_tensors(model: _Model, metadata: OnnxMetadata, where: str) -> None:
     """Raise UserError unless the initialisers are those that belong to the metadata, and hold numbers."""
     from onnx import TensorProto, helper, numpy_helper
 
@@ -295,11 +297,11 @@ def _shapes(metadata: OnnxMetadata) -> Shapes:
     return shapes
 
 
-def _ends() -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+def _ends() -> tuple[list[_End], list[_End]]:
     """Return the inputs and the outputs; N is free."""
     from onnx import TensorProto, helper
 
-    def end(name: str, kind: int, columns: int) -> onnx.ValueInfoProto:
+    def end(name: str, kind: int, columns: int) -> _End:
         return helper.make_tensor_value_info(name, kind, ["N", columns])
 
     alpha, state = (TensorProto.DOUBLE, 1), (TensorProto.DOUBLE, STATE_SIZE)
@@ -307,11 +309,11 @@ def _ends() -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
     return inputs, [end("alpha", *alpha), end("next_state", *state)]
 
 
-def _nodes(metadata: OnnxMetadata) -> list[onnx.NodeProto]:
+def _nodes(metadata: OnnxMetadata) -> list[_Node]:
     """Return the steps of the computation, as `helm_rl.frozen` has it."""
     from onnx import TensorProto, helper
 
-    nodes: list[onnx.NodeProto] = []
+    nodes: list[_Node] = []
 
     def step(kind: str, inputs: str, outputs: str, **attributes: Any) -> str:
         nodes.append(helper.make_node(kind, inputs.split(), outputs.split(), **attributes))

@@ -1,0 +1,1 @@
+"""Networks that are served from the cache engine; importing one imports torch."""

@@ -14,8 +14,8 @@ M-FALCON does: each is the next token of the history, sees all of it and itself,
 them. Attention is causal, so its sums stay; but the paper divides them by the length of the sequence, and that grows.
 Here n is the number of keys that the token itself sees, its own included: position + 1. It is a function of the
 position alone, as are the position's vector and the sums before it. So tokens [prefix, tokens) computed onto a kept
-prefix come out as in one pass from the start, but for the order in which floats are added. (As `norm` follows, the value
-of n matters little beyond keeping the sums in the range of small floats.)
+prefix come out as in one pass from the start, but for the order in which floats are added. (As `norm` follows, the
+value of n matters little beyond keeping the sums in the range of small floats.)
 
 **Where bytes are copied.** Attention reads keys and values where they lie, block by block, through views: without a
 softmax the sum over all keys is the sum over the blocks, with nothing to rescale. One copy of each new token's keys and

@@ -198,7 +198,7 @@ def model_card(
         f"{bounds.rate_per_s:g} per second,",
         f"is added to the target alpha, which stays within [{bounds.alpha_min:g}, {bounds.alpha_max:g}].",
         f"Network: {len(observation.names)} normalised features, {hidden} {network.activation} units, "
-        f"{network.action_size} action; it runs with NumPy alone.",
+        f"{network.action_size} action; it runs compiled, without torch.",
         *[f"Above it: {_LAYERS[name]} (`{name}`)." for name in layers],
         "",
         "## Training",

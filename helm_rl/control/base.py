@@ -1,4 +1,4 @@
-"""Layer 1, the base policy: a trained network from a bundle, frozen in service, run with NumPy alone."""
+"""Layer 1, the base policy: a trained network from a bundle, frozen in service, compiled with numba."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from helm_rl.checkpoint import BoundsSection, Bundle, NetworkSection, Tensors, load_bundle
+from helm_rl.control import kernel
 from helm_rl.control.protocol import FloatArray
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
+from helm_rl.observation import SIZE
 
 
 class BasePolicy:
@@ -45,17 +47,9 @@ class BasePolicy:
             asked = "no interval was given" if interval_s is None else f"{interval_s:g} s was asked for"
             span = f"{trained[0]:g} s" if len(trained) == 1 else f"{trained[0]:g} to {trained[-1]:g} s"
             raise UserError(f"{where}: the policy was trained for {span} between decisions, and {asked}")
+        self.interval_s = interval_s
         self.step = bounds.rate_per_s * interval_s
-        self.target: float | None = None
-        self._mean = tensors["normaliser.mean"]
-        self._std = np.sqrt(tensors["normaliser.var"] + network.epsilon)
-        self._clip = network.observation_clip
-        # Layers sit at the even positions of the actor, activations between them.
-        depth = len(network.hidden)
-        self._layers = [
-            (np.ascontiguousarray(tensors[f"actor.{2 * i}.weight"].T), tensors[f"actor.{2 * i}.bias"])
-            for i in range(depth + 1)
-        ]
+        self.state = _state(tensors, network, bounds, self.step)
 
     @classmethod
     def of(cls, bundle: Bundle, interval_s: float | None = None) -> BasePolicy:
@@ -67,26 +61,29 @@ class BasePolicy:
         """Read a bundle folder strictly; UserError says what is wrong with it."""
         return cls.of(load_bundle(path), interval_s)
 
+    @property
+    def target(self) -> float | None:
+        """The policy's own target; None before the first decision after a reset."""
+        target = float(self.state.numbers[kernel.TARGET])
+        return None if math.isnan(target) else target
+
     def normalised(self, observation: FloatArray) -> FloatArray:
         """Return a raw observation, float32 (17,), as the network sees it: in standard deviations, clipped."""
-        return np.clip((observation - self._mean) / self._std, -self._clip, self._clip).astype(np.float32)
+        kernel.normalise(self.state, observation, observation[kernel.ALPHA])
+        return self.state.normalised.copy()
 
     def action(self, observation: FloatArray) -> FloatArray:
         """Return the mean action, not clipped, float32 (1,), for a raw observation, float32 (17,)."""
-        x = self.normalised(observation)
-        for weight, bias in self._layers[:-1]:
-            x = np.tanh(x @ weight + bias)
-        weight, bias = self._layers[-1]
-        mean: FloatArray = x @ weight + bias
-        return mean
+        kernel.normalise(self.state, observation, observation[kernel.ALPHA])
+        return np.array([kernel.mean_action(self.state)], np.float32)
 
     def reset(self, seed: int) -> None:
         """Forget the target."""
-        self.target = None
+        self.state.numbers[kernel.TARGET] = math.nan
 
     def resume(self, applied_alpha: float) -> None:
         """Go on from an alpha that something else has set."""
-        self.target = applied_alpha
+        self.state.numbers[kernel.TARGET] = applied_alpha
 
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
         """Return the new target; NaN or infinity in the observation or out of the network leaves it where it was.
@@ -96,19 +93,9 @@ class BasePolicy:
         Raises:
             ValueError: The observation has the wrong shape.
         """
-        bounds = self.bounds
-        if observation.shape != self._mean.shape:
-            raise ValueError(f"expected an observation of shape {self._mean.shape}, got {observation.shape}")
-        target = applied_alpha if self.target is None else self.target
-        if not math.isfinite(target):
-            return target
-        if np.isfinite(observation).all():
-            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                action = float(self.action(observation)[0])
-            if not math.isnan(action):
-                target += min(max(action, -1.0), 1.0) * self.step
-        self.target = min(max(target, bounds.alpha_min), bounds.alpha_max)
-        return self.target
+        if observation.shape != (SIZE,):
+            raise ValueError(f"expected an observation of shape ({SIZE},), got {observation.shape}")
+        return float(kernel.decide_base(self.state, observation, applied_alpha))
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
         """Never ask for a decision out of turn: the base policy works at its interval."""
@@ -116,3 +103,25 @@ class BasePolicy:
 
     def feedback(self, window: WindowStats) -> None:
         """Frozen in service: what was measured changes nothing."""
+
+
+def _state(tensors: Tensors, network: NetworkSection, bounds: BoundsSection, step: float) -> kernel.PolicyState:
+    # Layers sit at the even positions of the actor, activations between them.
+    names = [f"actor.{2 * i}" for i in range(len(network.hidden) + 1)]
+    weights = [tensors[f"{name}.weight"] for name in names]
+    parts = [part.ravel() for name in names for part in (tensors[f"{name}.weight"].T, tensors[f"{name}.bias"])]
+    widths = [weights[0].shape[1], *(weight.shape[0] for weight in weights)]
+    numbers = np.zeros(kernel.N_POLICY)
+    numbers[kernel.CLIP] = network.observation_clip
+    numbers[kernel.STEP] = step
+    numbers[kernel.ALPHA_MIN], numbers[kernel.ALPHA_MAX] = bounds.alpha_min, bounds.alpha_max
+    numbers[kernel.TARGET] = math.nan
+    return kernel.PolicyState(
+        mean=tensors["normaliser.mean"],
+        std=np.sqrt(tensors["normaliser.var"] + network.epsilon),
+        weights=np.concatenate(parts),
+        widths=np.array(widths, np.int64),
+        normalised=np.zeros(widths[0], np.float32),
+        values=np.zeros((2, max(widths[1:])), np.float32),
+        numbers=numbers,
+    )

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from cache_engine.jit import MOST_BYTES
+from helm_rl.control import burst, kernel
 from helm_rl.control.base import BasePolicy
-from helm_rl.control.burst import BurstState
+from helm_rl.control.burst import BurstSettings, BurstState, new_burst_state
 from helm_rl.control.protocol import FloatArray
 from helm_rl.control.recovery import Recovery
 from helm_rl.control.residual import Residual
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
-from helm_rl.observation import HIGH, LOW
+from helm_rl.observation import SIZE
 
 CAUSES = ("not_finite", "out_of_range", "stale", "late", "no_alpha", "network")
 """Why a decision fell back: a signal is NaN or infinite; one is outside its bounds in the schema; the observation is
 too old; the call came too late; no applied alpha is known where one is needed; the network overflowed."""
+
+_FOREVER_NS = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,12 @@ class Limits:
 class Helm:
     """The controller of a bundle.
 
-    What it is shown is checked before it is decided upon. Where that fails the target stays at the last safe alpha,
-    the last that was decided upon; before there is one, at the applied alpha, within the bounds; where that is no
-    number within [0, 1] either, NaN comes out: leave alone what is applied. `fallbacks` counts these by their causes.
-    While a burst is on only the share of hot users has to be valid, for the rule reads nothing else.
+    A decision is one compiled call (`helm_rl.control.kernel.decide`) over arrays that all layers share; Python only
+    learns, from windows of feedback, before it. What is shown is checked before it is decided upon. Where that fails
+    the target stays at the last safe alpha, the last that was decided upon; before there is one, at the applied alpha,
+    within the bounds; where that is no number within [0, 1] either, NaN comes out: leave alone what is applied.
+    `fallbacks` counts these by their causes. While a burst is on only the share of hot users has to be valid, for the
+    rule reads nothing else.
 
     Args:
         base: the frozen policy.
@@ -72,21 +79,54 @@ class Helm:
         self.adapter = adapter
         self.recovery = recovery
         self.limits = Limits() if limits is None else limits
+        # Without a bound there is nothing to choose, and nothing to learn.
+        self._learns = None if adapter is None or adapter.settings.bound == 0.0 else adapter
         self._top: BasePolicy | Residual | Recovery = recovery or adapter or base
+        interval_s = base.interval_s
+        self._counts = np.zeros(kernel.N_HELM_COUNTS, np.int64)
+        self._counts[kernel.INTERVAL_NS] = round(interval_s * 1e9)
+        self._counts[kernel.LATE_NS] = round(interval_s * (1.0 + self.limits.late) * 1e9)
+        self._counts[kernel.STALE_NS] = round(interval_s * self.limits.stale * 1e9)
+        self._numbers = np.zeros(kernel.N_HELM)
+        self._observation = np.zeros(SIZE, np.float32)
+        self._memory = np.zeros(MOST_BYTES, np.uint8)
+        # A memoryview writes and reads in a third of the time that an array takes, and lets no other dtype pass.
+        self._shown: Any = self._observation.data
+        self._counted = self._counts.data
         self.reset(0)
 
     def reset(self, seed: int) -> None:
         """Forget all history, the counts of `fallbacks` too."""
-        self._counts = dict.fromkeys(CAUSES, 0)
-        self._safe = math.nan
-        self._decided_ns: int | None = None
         self._top.reset(seed)
         if self.recovery is not None:
             self.detector = self.recovery.detector
+        self._state = self._gathered()
+        kernel.store(self._memory, self._state)
+        # So that no later call has to compile; what is so old changes nothing but a count.
+        kernel.decide(self._memory, math.nan, 0, _FOREVER_NS, 0)
+        self._counts[: len(CAUSES)] = 0
+        self._counts[kernel.DECIDED_NS] = burst.UNSET
+        self._numbers[kernel.SAFE] = math.nan
+
+    def _gathered(self) -> kernel.HelmState:
+        """Return the state of all layers; of one that is not there, a state that does nothing."""
+        adapter, recovery = self.adapter, self.recovery
+        return kernel.HelmState(
+            policy=self.base.state,
+            net=kernel.new_net([np.zeros((1, 1))] * 3) if adapter is None else adapter.net.state,
+            adapter=kernel.new_adapter(0.0, 1) if adapter is None else adapter.state,
+            recovery=kernel.new_recovery(0.0, 0.0, 0.0) if recovery is None else recovery.state,
+            detector=new_burst_state(BurstSettings()) if recovery is None else recovery.detector,
+            observation=self._observation,
+            numbers=self._numbers,
+            counts=self._counts,
+        )
 
     def resume(self, applied_alpha: float) -> None:
         """Go on from an alpha that something else has set; what was learnt, and the detectors' state, stay."""
-        self._safe = math.nan
+        self._numbers[kernel.SAFE] = math.nan
+        self._counts[kernel.DECIDED_NS] = burst.UNSET
+        self._state.recovery.numbers[kernel.RETURNING] = math.nan
         (self.adapter or self.base).resume(applied_alpha)
 
     def fallbacks(self) -> dict[str, int]:
@@ -94,7 +134,7 @@ class Helm:
 
         Each decision counts for one cause at most, but a late one for "late" beside it. Cheap enough for every scrape.
         """
-        return dict(self._counts)
+        return dict(zip(CAUSES, self._counted[: len(CAUSES)], strict=True))
 
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int, age_ns: int = 0) -> float:
         """Return the new target alpha, or NaN: see the class.
@@ -104,32 +144,25 @@ class Helm:
             applied_alpha: what is applied by now.
             now_ns: when the decision is taken, by a clock that does not go back.
             age_ns: how long before that the observation's newest measurements were taken.
+
+        Raises:
+            ValueError: the observation has the wrong shape.
         """
-        interval_ns = self.base.step / self.base.bounds.rate_per_s * 1e9
-        if self._decided_ns is not None and now_ns - self._decided_ns > (1.0 + self.limits.late) * interval_ns:
-            self._counts["late"] += 1
-        self._decided_ns = now_ns
-        cause = None
-        if not 0.0 <= applied_alpha <= 1.0 and math.isnan(self._safe):
-            cause = "no_alpha"
-        elif age_ns > self.limits.stale * interval_ns:
-            cause = "stale"
-        elif not np.isfinite(observation).all():
-            cause = "not_finite"
-        elif not ((observation >= LOW) & (observation <= HIGH)).all():
-            cause = "out_of_range"
-        if cause is None:
-            target = self._top.decide(observation, applied_alpha, now_ns)
-            if math.isfinite(target):
-                self._safe = target
-                return target
-            cause = "no_alpha"
-        self._counts[cause] += 1
-        if math.isfinite(self._safe):
-            return self._safe
-        bounds = self.base.bounds
-        known = 0.0 <= applied_alpha <= 1.0
-        return min(max(applied_alpha, bounds.alpha_min), bounds.alpha_max) if known else math.nan
+        try:
+            self._shown[:] = observation
+        except (TypeError, ValueError):  # another dtype, or another shape
+            if np.shape(observation) != (SIZE,):
+                raise ValueError(f"expected an observation of shape ({SIZE},), got {np.shape(observation)}") from None
+            self._observation[:] = observation
+        adapter, mode = self._learns, 0
+        if adapter is not None:
+            if adapter.pending is not None and not (self.recovery is not None and self.recovery.steers):
+                adapter.learn(self._observation)
+            mode = adapter.mode().value
+        target: float = kernel.decide(self._memory, float(applied_alpha), now_ns, age_ns, mode)
+        if adapter is not None and self._counted[kernel.HANDED_BACK]:
+            adapter.interrupt()
+        return target
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
         """Show one tick to the detectors; True: a burst was found, decide at once."""

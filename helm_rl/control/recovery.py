@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from helm_rl.control import burst
+from helm_rl.control import burst, kernel
 from helm_rl.control.burst import BurstSettings, look, new_burst_state
 from helm_rl.control.protocol import Controller, FloatArray, Resuming
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
-from helm_rl.observation import OBSERVATION_NAMES
-
-_HOT_USERS = OBSERVATION_NAMES.index("hot_user_ratio")
 
 
 @dataclass(frozen=True)
@@ -30,10 +27,6 @@ class RecoveryRule:
         for name in ("alpha_cold", "alpha_hot"):
             if not 0.0 <= getattr(self, name) <= 1.0:  # NaN fails too
                 raise UserError(f"a recovery rule's {name} must be within 0 and 1, not {getattr(self, name)!r}")
-
-    def target(self, hot_user_ratio: float) -> float:
-        """Return the target for a share of hot users."""
-        return self.alpha_cold + (self.alpha_hot - self.alpha_cold) * min(max(hot_user_ratio, 0.0), 1.0)
 
 
 class Recovery:
@@ -73,8 +66,7 @@ class Recovery:
         """Forget all bursts, and reset the controller below."""
         self.detector = new_burst_state(self.settings)
         self._seed = seed
-        self._took_over = False
-        self._returning: float | None = None  # the target on its way back to the controller's
+        self.state = kernel.new_recovery(self.rule.alpha_cold, self.rule.alpha_hot, self.rate_per_s)
         self._decided_ns = 0
         self.inner.reset(seed)
 
@@ -82,6 +74,11 @@ class Recovery:
     def active(self) -> bool:
         """Whether a burst is on."""
         return bool(self.detector.counts[burst.ACTIVE] > 0)
+
+    @property
+    def steers(self) -> bool:
+        """Whether a burst is on, or the controller below has not decided since the last one."""
+        return self.active or bool(self.state.took_over[0])
 
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
         """Return the rule's target while a burst is on, else that of the controller below, or the way to it.
@@ -91,28 +88,15 @@ class Recovery:
         """
         passed_s = max(now_ns - self._decided_ns, 0) * 1e-9
         self._decided_ns = now_ns
-        if self.active:
-            self._took_over = True
-            ratio = float(observation[_HOT_USERS])
-            return self.rule.target(ratio) if math.isfinite(ratio) else applied_alpha
-        if self._took_over:
-            if not math.isfinite(applied_alpha):
-                return applied_alpha
-            self._took_over = False
-            self._returning = applied_alpha
+        decides = kernel.rule(self.state, self.active, float(observation[kernel.HOT_USERS]), applied_alpha)
+        if decides == kernel.RULES:
+            return float(self.state.numbers[kernel.RULED])
+        if decides == kernel.HANDS_BACK:
             if isinstance(self.inner, Resuming):
                 self.inner.resume(applied_alpha)
             else:
                 self.inner.reset(self._seed)
-        target = self.inner.decide(observation, applied_alpha, now_ns)
-        if self._returning is None or not math.isfinite(target):
-            return target
-        step = self.rate_per_s * passed_s
-        if abs(target - self._returning) <= step:
-            self._returning = None
-            return target
-        self._returning += math.copysign(step, target - self._returning)
-        return self._returning
+        return float(kernel.way_back(self.state, self.inner.decide(observation, applied_alpha, now_ns), passed_s))
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
         """Show one tick to the detectors; True: a burst was found, decide at once.
@@ -123,5 +107,5 @@ class Recovery:
 
     def feedback(self, window: WindowStats) -> None:
         """Pass on what was measured, but not where a burst was on at any moment: the rule steered it."""
-        if not (self.active or self._took_over):
+        if not self.steers:
             self.inner.feedback(window)

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from helm_rl.control import kernel
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.guard import ControlNodes, Guard, GuardSettings, GuardState, Mode, NodeGuard, Verdict
 from helm_rl.control.protocol import FloatArray
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
-from helm_rl.observation import OBSERVATION_NAMES, SIZE
+from helm_rl.observation import HIGH, OBSERVATION_NAMES, SIZE
 
-_ALPHA, _P99 = (OBSERVATION_NAMES.index(name) for name in ("alpha", "p99_over_slo"))
+_P99 = OBSERVATION_NAMES.index("p99_over_slo")
 _EMA_S = 60.0
 _MOST_STEP = 5.0
 
@@ -83,33 +84,31 @@ class ResidualNet:
 
     def __init__(self, inputs: int, hidden: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self.weights = [
-            rng.standard_normal((inputs, hidden)) / math.sqrt(inputs),
-            rng.standard_normal((hidden, hidden)) / math.sqrt(hidden),
-            np.zeros((hidden, 1)),
-        ]
-        self.biases = [np.zeros(hidden), np.zeros(hidden), np.zeros(1)]
+        self.state = kernel.new_net(
+            [
+                rng.standard_normal((inputs, hidden)) / math.sqrt(inputs),
+                rng.standard_normal((hidden, hidden)) / math.sqrt(hidden),
+                np.zeros((hidden, 1)),
+            ]
+        )
+
+    @property
+    def weights(self) -> tuple[npt.NDArray[np.float64], ...]:
+        """Of each layer, [inputs, outputs]; to be changed in place."""
+        return self.state[:3]
+
+    @property
+    def biases(self) -> tuple[npt.NDArray[np.float64], ...]:
+        """Of each layer, [outputs]; to be changed in place."""
+        return self.state[3:6]
 
     def forward(self, x: npt.NDArray[np.float64]) -> float:
         """Return the output, within (-1, 1), for an input, float64 [inputs]."""
-        return float(self._layers(x)[-1][0])
+        return float(kernel.forward(self.state, x))
 
     def ascend(self, x: npt.NDArray[np.float64], slope: float, step: float) -> None:
         """Move the weights by `step` along `slope` times the gradient of the output before its tanh."""
-        layers = self._layers(x)
-        delta = np.array([slope])
-        for i in range(len(self.weights) - 1, -1, -1):
-            before = layers[i]
-            back = self.weights[i] @ delta
-            self.weights[i] += step * np.outer(before, delta)
-            self.biases[i] += step * delta
-            delta = back * (1.0 - before**2)
-
-    def _layers(self, x: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
-        layers = [x]
-        for weight, bias in zip(self.weights, self.biases, strict=True):
-            layers.append(np.tanh(layers[-1] @ weight + bias))
-        return layers
+        kernel.ascend(self.state, x, slope, step)
 
 
 class Residual:
@@ -158,8 +157,11 @@ class Residual:
         learnt = self._learnt
         self.net = ResidualNet(SIZE + 1, self.settings.hidden, seed)
         if learnt is not None:
-            self.net.weights = [np.array(weight) for weight in learnt.weights]
-            self.net.biases = [np.array(bias) for bias in learnt.biases]
+            for layer, (weights, biases) in enumerate(zip(learnt.weights, learnt.biases, strict=True)):
+                self.net.weights[layer][...] = weights
+                self.net.biases[layer][...] = biases
+        self.state = kernel.new_adapter(self.settings.bound, self.guard_settings.block)
+        self._numbers = self.state.numbers.data  # read in a third of the time that an array takes
         self.guard = Guard(self.guard_settings, seed, None if learnt is None else learnt.guard)
         self._rng = np.random.default_rng([seed, 0xACE])
         # Of how much better blocks were, so that a step does not depend on how noisy the load is
@@ -171,12 +173,14 @@ class Residual:
     def restart(self, seed: int) -> None:
         """Reset the base, and begin anew where the service does; what was learnt stays."""
         self.base.reset(seed)
-        self.guard.interrupt()
         self.offset = 0.0
-        self._window: WindowStats | None = None
-        self._side = 0.0
-        self._odds = 0.0
-        self._inputs: list[npt.NDArray[np.float64]] = []
+        self.state.taken[0] = 0
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Learn nothing from what was measured while something else has steered."""
+        self.guard.interrupt()
+        self.pending: WindowStats | None = None
 
     def resume(self, applied_alpha: float) -> None:
         """Go on after something else has steered, from what is applied by then; what was learnt stays."""
@@ -188,22 +192,40 @@ class Residual:
         Without a bound it is the base's target; where the observation holds a number that is not finite, the offset
         stays as it is.
         """
-        bound, bounds = self.settings.bound, self.base.bounds
-        if bound == 0.0:
+        if self.settings.bound == 0.0:
             return self.base.decide(observation, applied_alpha, now_ns)
-        own = observation.copy()
-        own[_ALPHA] = np.float32(min(max(float(observation[_ALPHA]) - self.offset, 0.0), 1.0))
-        before = self.base.target
-        target = self.base.decide(own, applied_alpha - self.offset, now_ns)
-        if self._window is not None:
-            verdict = self.guard.take(self._window, float(observation[_P99]))
-            self._window = None
-            if verdict is not None:
-                self._learn(verdict)
-        if np.isfinite(observation).all():
-            moved = 0.0 if before is None else (target - before) / self.base.step
-            self.offset = bound * self._choose(np.append(self.base.normalised(own), moved).astype(np.float64))
-        return min(max(target + self.offset, bounds.alpha_min), bounds.alpha_max)
+        self.learn(observation)
+        return float(
+            kernel.decide_adapted(
+                self.base.state, self.net.state, self.state, observation, applied_alpha, self.mode().value
+            )
+        )
+
+    @property
+    def offset(self) -> float:
+        """The offset that acts."""
+        return float(self.state.numbers[kernel.OFFSET])
+
+    @offset.setter
+    def offset(self, offset: float) -> None:
+        self.state.numbers[kernel.OFFSET] = offset
+
+    def mode(self) -> Mode:
+        """Return what the block is for; where a side may have to be drawn for it, what it is drawn with is there."""
+        mode = self.guard.mode
+        if mode is Mode.TRY and math.isnan(self._numbers[kernel.DRAW]):
+            self.state.numbers[kernel.DRAW] = self._rng.random()
+        return mode
+
+    def learn(self, observation: FloatArray) -> None:
+        """Learn from the pending window, if there is one, before a decision upon what was observed at its end."""
+        if self.pending is None:
+            return
+        p99 = float(observation[_P99])
+        verdict = self.guard.take(self.pending, p99 if p99 <= HIGH[_P99] else math.nan)
+        self.pending = None
+        if verdict is not None:
+            self._learn(verdict)
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
         """Never ask for a decision out of turn."""
@@ -211,7 +233,7 @@ class Residual:
 
     def feedback(self, window: WindowStats) -> None:
         """Take the window that followed the last decision; it is learnt from at the next one."""
-        self._window = window
+        self.pending = window
         p99_ms = window.p99_ms
         if not math.isfinite(p99_ms) or p99_ms <= 0:
             return
@@ -222,29 +244,18 @@ class Residual:
         self._p99_ema += weight * (p99_ms - self._p99_ema)
         self._urgency = min(1.0 + self.settings.rate_gain * off, _MOST_STEP)
 
-    def _choose(self, x: npt.NDArray[np.float64]) -> float:
-        """Return the offset in units of its bound, by what the block is for."""
-        mode = self.guard.mode
-        if mode is Mode.TRY:
-            if not self._inputs:
-                self._odds = self.net.forward(x)
-                self._side = 1.0 if self._rng.random() < 0.5 * (1.0 + self._odds) else -1.0
-            self._inputs.append(x)
-            return self._side
-        self._inputs = []
-        return self.net.forward(x) if mode is Mode.ACT else 0.0
-
     def _learn(self, verdict: Verdict) -> None:
         """Make what was better likelier, and what was worse less so; let the guard judge first."""
-        inputs, self._inputs = self._inputs, []
-        if verdict.mode is not Mode.TRY or not inputs or not math.isfinite(verdict.claimed):
+        taken, self.state.taken[0] = int(self.state.taken[0]), 0
+        if verdict.mode is not Mode.TRY or not taken or not math.isfinite(verdict.claimed):
             return
-        self.guard.judge(verdict, self._odds * self._side)
+        side, odds = (float(self.state.numbers[k]) for k in (kernel.SIDE, kernel.ODDS))
+        self.guard.judge(verdict, odds * side)
         self._spread += 0.05 * (abs(verdict.claimed) - self._spread)
         better = min(max(verdict.claimed / max(self._spread, 1e-9), -3.0), 3.0)
-        slope = better * (self._side - self._odds) - self.settings.pull * self._odds
-        step = self.settings.learning_rate * self._urgency / len(inputs)
-        for x in inputs:
+        slope = better * (side - odds) - self.settings.pull * odds
+        step = self.settings.learning_rate * self._urgency / taken
+        for x in self.state.inputs[:taken]:
             self.net.ascend(x, slope, step)
 
 

@@ -107,7 +107,7 @@ def make_adapting_bundle(path: Path, net: ActorCritic) -> Path:
     plain = path.with_name(f"{path.name}-plain")
     config = make_bundle(plain, net)
     adapter = Residual(BasePolicy.load(plain), guard=GuardSettings(probation=10))
-    adapter.net.weights[2] += np.random.default_rng(5).normal(0.0, 0.5, adapter.net.weights[2].shape)
+    adapter.net.weights[2][...] += np.random.default_rng(5).normal(0.0, 0.5, adapter.net.weights[2].shape)
     followed = np.linspace(-1.0, 1.0, 20)
     gains = (followed + np.tile([0.1, -0.1], 10)).tolist()
     learnt = adapter.learnt()

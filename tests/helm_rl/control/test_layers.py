@@ -30,7 +30,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     """A bundle, a detector, and an adapter that learnt above the bundle's policy."""
     config = make_bundle(tmp_path / "plain", network(3))
     adapter = Residual(BasePolicy.load(tmp_path / "plain"))
-    adapter.net.weights[2] += 0.3
+    adapter.net.weights[2][...] += 0.3
     origin = ORIGIN.model_copy(update={"policy_sha256": config.files[POLICY_FILE]})
     save_residual(tmp_path / "r.json", SavedResidual(adapter.learnt(), origin))
     save_detector(tmp_path / "d.json", DETECTOR)

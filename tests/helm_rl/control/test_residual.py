@@ -35,7 +35,7 @@ def observation(rng: np.random.Generator) -> np.ndarray:
 def test_the_gradient_is_that_of_the_output_before_its_tanh() -> None:
     net = ResidualNet(5, 4, 1)
     rng = np.random.default_rng(2)
-    net.weights[2] = rng.standard_normal((4, 1))
+    net.weights[2][...] = rng.standard_normal((4, 1))
     x = rng.standard_normal(5)
     before = math.atanh(net.forward(x))
     ascended = copy.deepcopy(net)

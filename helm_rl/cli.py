@@ -73,6 +73,9 @@ COMMANDS: dict[str, Command] = {
     "bench model": Command(
         "measuring", "eval.bench_model:main", "the serving model against theory and an unsampled run"
     ),
+    "bench telemetry": Command(
+        "measuring", "eval.bench_telemetry:main", "telemetry of up to 1,024 nodes through racks: cost and loss"
+    ),
     "bench trace": Command("measuring", "eval.bench_trace:main", "reading logs, drawing traces, miss ratios, fits"),
     "bench profiles": Command(
         "measuring", "helm_rl.profiles.fit:main", "the hardware profiles beside published measurements"

@@ -190,3 +190,10 @@ def sketch_p99_ms(state: LatencyState) -> float:
         at += 1
     tail[AT], tail[ABOVE] = at, above
     return SKETCH_LOW_MS * math.exp((at + 1) * SKETCH_WIDTH)
+
+
+def sketches_p99_ms(sketches: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the 99th percentile of each of n histograms in the sketch's bins, [n, SKETCH_BINS]; NaN where empty."""
+    above = sketches[:, ::-1].cumsum(1)[:, ::-1]
+    at = np.count_nonzero(above >= 0.01 * above[:, :1], axis=1) - 1
+    return np.where(above[:, 0] > 0.0, SKETCH_LOW_MS * np.exp((at + 1) * SKETCH_WIDTH), np.nan)

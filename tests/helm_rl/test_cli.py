@@ -128,6 +128,7 @@ def test_the_commands_of_this_release() -> None:
         "bench decision",
         "bench env",
         "bench live",
+        "bench telemetry",
         "bench model",
         "bench profiles",
         "bench trace",

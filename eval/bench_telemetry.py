@@ -19,7 +19,6 @@ from eval.cluster_telemetry import InFull, Interval, Nodes, Seen, Summarised
 from eval.command import console, policy_contestant
 from helm_rl import racks
 from helm_rl.control.protocol import Controller, FloatArray
-from helm_rl.control.recovery import RecoveryRule
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
@@ -37,7 +36,7 @@ BASE_SHARE = 0.4
 MOST_NODES = 4096
 PAGE_KIB, SAMPLED_SLOTS = 8192, 1 << 14
 """Larger pages and fewer sampled rows than `eval routing` has: a node's state takes 4 MiB then."""
-RULE = RecoveryRule(0.6, 0.3)
+COLD, HOT = 0.6, 0.3
 FULL = "full"
 WAYS = {
     FULL: "all nodes, each latency",
@@ -95,7 +94,7 @@ class ByHotUsers:
 
     def decide(self, observation: FloatArray, applied_alpha: float, now_ns: int) -> float:
         """Return the rule's target."""
-        return RULE.target(float(observation[_HOT_USERS]))
+        return COLD + (HOT - COLD) * float(observation[_HOT_USERS])
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
         """Never ask for a decision out of turn."""
@@ -211,7 +210,7 @@ def main(args: Args) -> None:
     if not 5.0 <= args.seconds <= 3600.0:
         raise UserError(f"--seconds {args.seconds:g}: expected 5 to 3,600")
     make: Callable[[], Controller] = ByHotUsers
-    title = f"alpha {RULE.alpha_cold:g} to {RULE.alpha_hot:g} by the share of hot users"
+    title = f"alpha {COLD:g} to {HOT:g} by the share of hot users"
     if args.policy is not None:
         make, title = policy_contestant(args.policy, load_scenario(SCENARIO)).make, f"policy {args.policy}"
     figures: dict[str, Figure] = {}
@@ -260,7 +259,7 @@ def measure(
 ) -> Result:
     """Serve the scenario, and look at every interval in all ways; `advance` takes intervals done, and in all."""
     nodes = scenario.hardware.nodes
-    served = Nodes(ClusterSim(scenario, generate(scenario, seed), RULE.alpha_cold, max_sampled_slots=SAMPLED_SLOTS))
+    served = Nodes(ClusterSim(scenario, generate(scenario, seed), COLD, max_sampled_slots=SAMPLED_SLOTS))
     cluster = served.cluster
     ways: dict[str, InFull | Summarised] = {
         FULL: InFull(scenario.slo_ms),

@@ -1,4 +1,4 @@
-"""`helm-rl bench decision`: how long it takes to decide which node serves a request."""
+"""`helm-rl bench decision`: how long it takes to decide on alpha, and on which node serves a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import numpy.typing as npt
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from eval import whole_decision
 from eval.command import console, figure_table
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
@@ -35,13 +37,25 @@ OTHER_BYTES = 1 << 17
 
 @dataclass
 class Args:
-    """Time routing decisions in the compiled loop: loads, rows and histories of all nodes looked up, the best chosen.
+    """Time decisions on one core: the whole controller's on alpha, called from Python, and a router's on requests.
 
-    A cluster has served Burst into its plateau. Then the decisions on its last 2,000 requests are taken again, in a
-    row: a time is that of 2,000 decisions over 2,000, and what is quoted the median of 200 such times. Disturbed:
-    128 KiB of other memory are read before each decision, as serving does, whose time is taken off.
+    On alpha: a policy of the usual size with all layers (checks, normaliser, network, offset, recovery, bounds), beside
+    normaliser and network alone in torch (eager), onnxruntime (session.run, io binding) and NumPy, and beside what
+    helm-rl export --onnx writes, in the same run: each call is timed, 100,000 of each, in rounds of 250 in an order
+    drawn anew. Memory is looked at before and after 1,000,000 decisions, each after a window to learn from. onnxruntime
+    needs the extras bench and onnx.
 
-    Figures written by --json: router.p50_us (HELM's router, 32 nodes), router.p50_us.disturbed (the same, disturbed),
+    On requests, in the compiled loop: loads, rows and histories of all nodes looked up, the best chosen. A cluster has
+    served Burst into its plateau. Then the decisions on its last 2,000 requests are taken again, in a row: a time is
+    that of 2,000 decisions over 2,000, and what is quoted the median of 200 such times. Disturbed: 128 KiB of other
+    memory are read before each decision, as serving does, whose time is taken off.
+
+    Figures written by --json: decision.{p50,p99,p999}_us, decision.p999_us.busy (another core copies memory
+    meanwhile), decision.ratio_vs_{torch,onnxruntime,numpy} (the peer's best p50 over ours),
+    decision.{p50,p99,p999}_us.<what> (torch, onnxruntime, onnxruntime_bound, onnxruntime_export,
+    onnxruntime_export_bound, numpy, feedback: with a window to learn from before each, kernel: the compiled call alone,
+    empty_call, clock), decision.network_us (normaliser and network in a compiled loop), decision.memory_growth_bytes;
+    router.p50_us (HELM's router, 32 nodes), router.p50_us.disturbed (the same, disturbed),
     router.p50_us.<nodes>_nodes (HELM's, 8, 32 and 128 nodes), router.p50_us.<policy> (32 nodes).
     """
 
@@ -54,13 +68,35 @@ class Args:
 def main(args: Args) -> None:
     """Print the table and write the figures."""
     check_outputs(args.overwrite, json=args.json)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("clusters"))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("parts"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("routing", total=len(NODES))
-        figures = measure(lambda: progress.advance(task))
-    console().print(figure_table("Decisions on one core", figures))
+        task = progress.add_task("routing", total=len(NODES) + 3)
+        routing = measure(lambda: progress.advance(task))
+        measured = whole_decision.measure(lambda text: progress.update(task, description=text, advance=1))
+    figures = whole_decision.figures_of(measured)
+    out = console()
+    out.print(times_table(figures))
+    shown = {name: figure for name, figure in figures.items() if name.rpartition(".")[2] not in whole_decision.ABOUT}
+    out.print(figure_table("The whole controller, on one core", shown))
+    out.print(whole_decision.limits(measured))
+    for sentence in measured.left_out:
+        out.print(f"{sentence}.")
+    out.print(figure_table("Routing, on one core", routing))
     if args.json is not None:
-        write_figures(args.json, figures)
+        write_figures(args.json, figures | routing)
+
+
+def times_table(figures: dict[str, Figure]) -> Table:
+    """Return a table of the times of all that was timed call by call."""
+    table = Table(title="A decision on alpha, called from Python (us)", title_justify="left")
+    table.add_column("what")
+    for quantile in ("p50", "p99", "p99.9"):
+        table.add_column(quantile, justify="right")
+    for name, about in whole_decision.ABOUT.items():
+        ending = "" if name == whole_decision.HELM else f".{name}"
+        found = [figures.get(f"decision.{quantile}_us{ending}") for quantile in ("p50", "p99", "p999")]
+        table.add_row(about, *("missing" if figure is None else f"{figure.value:.2f}" for figure in found))
+    return table
 
 
 def measure(advance: Callable[[], None]) -> dict[str, Figure]:

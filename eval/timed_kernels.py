@@ -1,4 +1,4 @@
-"""Kernels whose time is taken: routing decisions one after the other, reading memory, arithmetic."""
+"""Kernels whose time is taken: routing decisions one after the other, networks, reading memory, arithmetic."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from cache_engine.jit import inner, kernel
 from envs.serving.cluster_loop import ClusterState, decide
+from helm_rl.control.kernel import ALPHA, PolicyState, mean_action, normalise
 
 LINE_BYTES = 64
 
@@ -36,6 +37,22 @@ def arithmetic(steps: int) -> int:
     for i in range(steps):
         state = (state * 6364136223846793005 + i) & 0x7FFFFFFFFFFFFFFF
     return state
+
+
+@kernel
+def networks(policy: PolicyState, observation: npt.NDArray[np.float32], count: int) -> float:
+    """Let a base policy see an observation and act so many times; return the sum of its actions."""
+    total = 0.0
+    for _ in range(count):
+        normalise(policy, observation, observation[ALPHA])
+        total += mean_action(policy)
+    return total
+
+
+@kernel
+def nothing(memory: npt.NDArray[np.uint8], applied_alpha: float, now_ns: int, age_ns: int, mode: int) -> float:
+    """Take what a decision takes, and return at once."""
+    return applied_alpha
 
 
 @inner

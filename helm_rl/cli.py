@@ -65,7 +65,9 @@ COMMANDS: dict[str, Command] = {
     "bench engine": Command(
         "measuring", "eval.bench_engine:main", "the cache engine beside other caches, and its limits"
     ),
-    "bench decision": Command("measuring", "eval.bench_decision:main", "how long a routing decision takes"),
+    "bench decision": Command(
+        "measuring", "eval.bench_decision:main", "how long decisions on alpha and on routing take"
+    ),
     "bench env": Command("measuring", "eval.bench_env:main", "simulated requests per second, and where the time goes"),
     "bench live": Command(
         "measuring", "eval.bench_live:main", "replay a trace on the live engine, and check every byte"

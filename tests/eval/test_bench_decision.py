@@ -1,7 +1,8 @@
-"""`helm-rl bench decision`: the decisions that are timed are the router's, and are timed by the decision."""
+"""`helm-rl bench decision`: the routing decisions that are timed are the router's, and what is printed."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from envs.serving.cluster import ClusterSim
-from eval import bench_decision
+from eval import bench_decision, whole_decision
 from eval.bench_decision import Args, decision_us, main, warmed_cluster
 from eval.timed_kernels import decide_all, read_all
 from helm_rl.errors import UserError
@@ -77,10 +78,22 @@ def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(bench_decision, "SERVED_S", 2.0)
     monkeypatch.setattr(bench_decision, "BATCHES", 3)
     monkeypatch.setattr(bench_decision, "BATCH", 100)
+    for name, count in (("CALLS", 300), ("ROUND", 100), ("REMEMBERED", 1_000)):
+        monkeypatch.setattr(whole_decision, name, count)
     main(Args(json=tmp_path / "figures.json"))
     shown = capsys.readouterr().out
-    for name in ("router.p50_us ", "router.p50_us.1_nodes", "router.p50_us.disturbed", "router.p50_us.kv-aware"):
+    for name in (
+        "NumPy: normaliser",
+        "decision.p99_us ",
+        "multiply-adds",
+        "router.p50_us ",
+        "router.p50_us.1_nodes",
+        "router.p50_us.disturbed",
+        "router.p50_us.kv-aware",
+    ):
         assert name in shown
+    written = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert {"decision.p50_us", "decision.p999_us", "decision.ratio_vs_torch", "router.p50_us"} <= written.keys()
     with pytest.raises(UserError, match="exists already"):
         main(Args(json=tmp_path / "figures.json"))
     with pytest.raises(UserError, match="is a folder; name a file"):

@@ -21,9 +21,9 @@ from eval.map.grid import (
     requests,
 )
 from eval.map.player import Player, Schedule
-from eval.map.rows import Row
 from eval.map.shift import Shift, kept_times, search
-from eval.segments import LEAST_REQUESTS
+from eval.results import Row
+from eval.segments import LEAST_REQUESTS, Span
 from eval.statistics import Floats
 from eval.sweep import COARSE_STEP, STEP, Curve, alpha_grid, curve
 from helm_rl.metrics import p99_ms
@@ -78,15 +78,38 @@ def largest_rate(grid: Grid, setting: Setting) -> float | None:
 
     def holds(rate: float) -> bool:
         scenario = grid.scenario(setting, rate)
-        player = Player(scenario, generate(scenario, seed=PREPARING_SEED))
-        for alpha in list(alphas):
-            if player.play(player.static(alpha), scenario.slo_ms) is not None:
-                alphas.remove(alpha)
-                alphas.insert(0, alpha)  # it is likely to hold at the next rate, too
-                return True
-        return False
+        return a_static_holds(Player(scenario, generate(scenario, seed=PREPARING_SEED)), scenario.slo_ms, alphas)
 
     least = max(LEAST_BASE_RATE / (1 - setting.hot_share), _least_rate(setting))
+    low = largest_that_holds(holds, least)
+    if low is None or low >= MOST_RATE:
+        return low
+    share = min(LOADS[load] for load in grid.loads)
+    least_base = SURE * LEAST_REQUESTS / STEADY_S / (1 - setting.hot_share)
+    return low if share * low >= max(_least_rate(setting), least_base) else None
+
+
+def a_static_holds(player: Player, limit_ms: float, alphas: list[float], segment: Span | None = None) -> bool:
+    """Whether the P99 under one of `alphas` is within the limit; that one comes first from then on.
+
+    segment: what counts; None: all that is measured.
+    """
+    part = player.part
+    first, last = (part.first, len(player.trace)) if segment is None else (segment.first, segment.last)
+    for alpha in list(alphas):
+        latency_ms = player.play(player.static(alpha), limit_ms, segment)
+        if latency_ms is not None and p99_ms(latency_ms[first:last]) <= limit_ms:
+            alphas.remove(alpha)
+            alphas.insert(0, alpha)  # it is likely to hold at the next rate, too
+            return True
+    return False
+
+
+def largest_that_holds(holds: Callable[[float], bool], least: float) -> float | None:
+    """Return the largest rate that holds, by bisection to LIMIT_RATIO; None: not even `least` does.
+
+    From MOST_RATE on, the first that holds is returned.
+    """
     low = high = max(FIRST_RATE, least)
     if holds(low):
         while high < MOST_RATE and holds(2 * high):
@@ -105,9 +128,7 @@ def largest_rate(grid: Grid, setting: Setting) -> float | None:
     while high / low > LIMIT_RATIO:
         middle = float(np.sqrt(low * high))
         low, high = (middle, high) if holds(middle) else (low, middle)
-    share = min(LOADS[load] for load in grid.loads)
-    least_base = SURE * LEAST_REQUESTS / STEADY_S / (1 - setting.hot_share)
-    return low if share * low >= max(_least_rate(setting), least_base) else None
+    return low
 
 
 def _least_rate(setting: Setting) -> float:

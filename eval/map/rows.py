@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from eval.map.grid import ALPHA_MAX, ALPHA_MIN, MOST_SEEDS
-
-Row = dict[str, Any]
-"""What is stored of a setting, or of a cell and seed: plain JSON."""
+from eval.results import Row
 
 _Key = Annotated[str, Field(min_length=1)]
 _Rate = Annotated[float, Field(gt=0, le=1e6)]

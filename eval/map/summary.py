@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from eval.map.grid import LOADS, Cell, Grid, Setting
-from eval.map.rows import Row
 from eval.map.store import Store
+from eval.results import Row
 from eval.statistics import standard_error
 from helm_rl.figures import Figure
 

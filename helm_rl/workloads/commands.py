@@ -38,8 +38,8 @@ class GenerateArgs:
     """
 
     scenario: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCENARIO")]
-    """The load: the name of a shipped scenario (books, burst, conversation, diurnal, laptop, shop, short-video, steady,
-    trend), or a TOML file."""
+    """The load: the name of a shipped scenario (books, burst, conversation, diurnal, hstu-burst, hstu-steady,
+    hstu-trend, laptop, large-burst, large-steady, large-trend, shop, short-video, steady, trend), or a TOML file."""
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.parquet")]
     """Write the trace here."""
     load: Load = "limit"

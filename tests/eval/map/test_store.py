@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from eval.map.store import OPTIONS as OPTIONS_FILE
 from eval.map.store import RESULTS, Store
+from eval.results import OPTIONS as OPTIONS_FILE
 from helm_rl.errors import UserError
 from tests.eval.map.fakes import later_row, row, setting_row
 
@@ -115,7 +115,7 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with Store(tmp_path / "map", OPTIONS) as store:
-        monkeypatch.setattr("eval.map.store.os.fsync", full)
+        monkeypatch.setattr("eval.results.os.fsync", full)
         with pytest.raises(OSError, match="No space left") as error:
             store.add(row())
     assert error.value.filename == str(tmp_path / "map" / RESULTS)

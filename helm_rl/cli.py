@@ -47,6 +47,9 @@ COMMANDS: dict[str, Command] = {
     "train residual": Command(
         "training", "train.fit_residual:main", "let the residual adapter learn on a service new to it"
     ),
+    "control": Command(
+        "serving", "helm_rl.runtime.command:main", "drive alpha of a serving system with a bundle, beside it"
+    ),
     "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle, or that into ONNX or C"),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),
     "eval ratio-gap": Command(

@@ -65,6 +65,11 @@ def new_latency_state(
     )
 
 
+def sketch_edges_ms() -> npt.NDArray[np.float64]:
+    """Return the upper edge of each bin of the sketch, [SKETCH_BINS]."""
+    return SKETCH_LOW_MS * np.exp(SKETCH_WIDTH * np.arange(1.0, SKETCH_BINS + 1.0))
+
+
 def start_window(state: LatencyState) -> None:
     """Reset the window's counters, and let the sketch decay by what completed in it."""
     completed = state.window[COMPLETED] * state.sample[0]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -14,9 +12,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from helm_rl.errors import UserError
+from helm_rl.toml_file import line_of, read_toml
 
 _SHIPPED = Path(__file__).parent / "scenarios"
-_MAX_FILE_BYTES = 1 << 20
 MOST_TENANTS = 16
 Load = Literal["limit", "moderate"]
 MODERATE = 0.7
@@ -394,13 +392,7 @@ def _load(name_or_path: str | Path) -> Scenario:
         if not path.exists():
             shipped = ", ".join(names)
             raise UserError(f"{name_or_path} is neither a shipped scenario ({shipped}) nor a file")
-    text = _read(path)
-    try:
-        document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not valid TOML: {str(error)[:300]}") from None
-    except ValueError as error:  # such as an integer of thousands of digits
-        raise UserError(f"{path}: a value cannot be read: {str(error)[:300]}") from None
+    text, document = read_toml(path, "a scenario", "name and slo_ms")
     try:
         scenario = Scenario.model_validate(document)
     except ValidationError as error:
@@ -419,27 +411,8 @@ def _resolve_profiles(path: Path, text: str, scenario: Scenario) -> None:
         for section in node_kinds(scenario.hardware):
             check_fits(model, resolve_hardware(section), section)
     except UserError as error:  # its first word is the field
-        line = _line_of(text, str(error).split(" ", 1)[0].split("."))
+        line = line_of(text, str(error).split(" ", 1)[0].split("."))
         raise UserError(f"{path}, line {line}: {error}" if line else f"{path}: {error}") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        if not path.is_file():
-            raise UserError(f"{path} is not a file; a scenario is a TOML file")
-        size = path.stat().st_size
-        if size > _MAX_FILE_BYTES:
-            raise UserError(f"{path} holds {size} bytes, too many for a scenario (a TOML file of at most 1 MiB)")
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    if not data.strip():
-        raise UserError(f"{path} is empty; a scenario is a TOML file with at least name and slo_ms")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}, line {line}: not UTF-8 text; a scenario is a TOML file") from None
 
 
 def _explain(path: Path, text: str, error: ValidationError) -> str:
@@ -448,7 +421,7 @@ def _explain(path: Path, text: str, error: ValidationError) -> str:
     first, *others = sorted(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     location = first["loc"]
     field = _dotted(location)
-    line = _line_of(text, location)
+    line = line_of(text, location)
     where = f"{path}, line {line}" if line else f"{path}"
     kind, given = first["type"], first.get("input")
     if kind == "extra_forbidden":
@@ -506,30 +479,3 @@ def _section_at(location: Sequence[str | int]) -> type[BaseModel]:
         annotation = model.model_fields[part].annotation
         model = next(t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel))
     return model
-
-
-_HEADER = re.compile(r"^\s*(\[\[?)\s*([A-Za-z0-9_.\-\s]+?)\s*\]\]?\s*(?:#.*)?$")
-_KEY = re.compile(r"^\s*([A-Za-z0-9_.\-\s]+?)\s*=")
-
-
-def _line_of(text: str, location: Sequence[str | int]) -> int | None:
-    """Find the line of a key, or of the nearest table around it; None where the file's style hides it."""
-    table: list[str | int] = []
-    counts: dict[str, int] = {}
-    lines: dict[tuple[str | int, ...], int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := _HEADER.match(line):
-            name = [part.strip() for part in header[2].split(".")]
-            table = list(name)
-            if header[1] == "[[":
-                dotted = ".".join(name)
-                counts[dotted] = counts.get(dotted, -1) + 1
-                table.append(counts[dotted])
-            lines.setdefault(tuple(table), number)
-        elif key := _KEY.match(line):
-            parts = [part.strip() for part in key[1].split(".")]
-            lines.setdefault((*table, *parts), number)
-    for length in range(len(location), 0, -1):
-        if found := lines.get(tuple(location[:length])):
-            return found
-    return None

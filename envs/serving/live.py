@@ -19,10 +19,11 @@ from cache_engine.hashing import mix, reduce_range
 from cache_engine.jit import kernel
 from envs.serving import payload
 from envs.serving.matrix_product import MatrixProduct
-from envs.serving.node import GHOST_MEMORY_S, page_layout, plain
+from envs.serving.node import page_layout, plain
 from envs.serving.rows import ITEMS, RowState, build_rows, candidate_rows, history_rows
 from helm_rl import latency
 from helm_rl.errors import UserError
+from helm_rl.margins import Margins
 from helm_rl.memory import free_bytes
 from helm_rl.metrics import WindowStats
 from helm_rl.profiles.hardware import link_gb_s, resolve_hardware
@@ -36,7 +37,6 @@ TABLES = 4
 _EPOCH = 0  # a history whose start slides away is taken to keep it, as in the simulator
 _MAX_REQUEST_ROWS = 1 << 22
 _JOIN_S = 60.0
-_N_RECENT = 5  # requests, rows asked, rows fetched, rows and pages that 1 % more of the pool would have hit; decayed
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,7 @@ class LiveNode:
         self._pool: HbmPool | None = None
         self._error: BaseException | None = None
         self._closed = False
+        self.revision = 0  # of the target
         self._use_once()
 
     def reset(self, alpha: float, start_ns: int, warm_ns: int = 0) -> None:
@@ -188,7 +189,7 @@ class LiveNode:
         self.now_ns = start_ns - warm_ns
         for i in range(int(first), int(at)):
             self._end([self._look_up(i)])
-        self._margins(start_ns)
+        self._take_margins(start_ns)
         self._new_window()
         self._next = int(at)
         self._busy_ns = self._engine_ns = 0
@@ -204,14 +205,22 @@ class LiveNode:
         for thread in self._threads:
             thread.start()
 
-    def set_target(self, alpha: float) -> None:
-        """Ask for `alpha`, within the scenario's bounds; NaN is refused with ValueError."""
+    def set_target(self, alpha: float, revision: int | None = None) -> bool:
+        """Ask for `alpha`, within the scenario's bounds; NaN is refused with ValueError.
+
+        revision: the sender's number of the target; one that is not above the last one's changes nothing, and False
+        comes back. None: the next.
+        """
         if not math.isfinite(alpha):
             raise ValueError(f"alpha must be a number in [0, 1], got {alpha}")
+        number = self.revision + 1 if revision is None else revision
+        if number <= self.revision:
+            return False
         control = self.scenario.control
         self.target = min(max(alpha, control.alpha_min), control.alpha_max)
-        self._revision += 1
-        self.pool.set_target(self.target, self._revision)
+        self.revision = number
+        self.pool.set_target(self.target, number)
+        return True
 
     @property
     def pool(self) -> HbmPool:
@@ -229,6 +238,12 @@ class LiveNode:
     def latency_ms(self) -> npt.NDArray[np.float32]:
         """Latency of each request from its scheduled arrival, [n]; NaN: not complete; shed: SHED_FACTOR * SLO."""
         return self._latency.latency_ms
+
+    @property
+    def took(self) -> npt.NDArray[np.float64]:
+        """Requests served since the reset in each bin of latency (`helm_rl.latency`), [SKETCH_BINS]; a copy."""
+        with self._lock:
+            return self._took.copy()
 
     @property
     def totals(self) -> LiveTotals:
@@ -303,19 +318,27 @@ class LiveNode:
             ghost=True,
         )
         self._kv = KvCache(pool, token_bytes=model.kv_bytes_per_token, ghost=True)
+        self._margins = Margins(
+            pool,
+            self._emb,
+            self._kv,
+            row_ms=self._row_ms,
+            token_ms=self._token_ms,
+            rows_per_token=model.features_per_token,
+        )
         self._page = pool.host_memory(self._page_bytes)
         # The system gives memory at its first use: let that be now, not while requests wait.
         _touch(pool.storage, *pool.state, *self._emb.state, *self._kv.state)
-        self._revision = 0
+        self.revision = 0
         self.set_target(alpha)
         pool.migrate(self.pages)
         requests = len(self.trace)
         self._latency = latency.new_latency_state(
             self._slo_ns, np.zeros(requests, np.int32), np.full(requests, np.nan, np.float32)
         )
+        self._took = np.zeros(latency.SKETCH_BINS)
         self._link_busy_ns = self._compute_busy_ns = 0
         self._waiting: deque[int] = deque()
-        self._recent = np.zeros(_N_RECENT)
         self._requests = self._shed = self._refused = 0
         self._rows_verified = self._pages_verified = self._wrong_bytes = self._pages_moved = 0
         self._busy_ns = self._engine_ns = self._verify_ns = 0
@@ -328,6 +351,7 @@ class LiveNode:
         self._product.run(self._product.product_s, self._stop)
         self._end([self._look_up(0)])
         latency.complete(self._latency, 0, 1.0)
+        latency.count(self._took, 1.0)
         latency.shed(self._latency, 0)
         self._window_stats(0, 0.5, 0)
         self._shut_down()
@@ -398,6 +422,7 @@ class LiveNode:
             for one in served:
                 took_ns = max(now - int(self.trace.arrival_ns[one.request]), 1)
                 latency.complete(self._latency, one.request, took_ns * 1e-6)
+                latency.count(self._took, took_ns * 1e-6)
             self._compute_busy_ns += ended - started
             self._requests += len(served)
         self._end(served)
@@ -504,9 +529,13 @@ class LiveNode:
         self._arrivals = self._returned = self._tokens = self._tokens_hit = 0
         self._looked_up = self._rows_asked = self._rows_hit = self._fetched = self._moved = 0
 
+    def _take_margins(self, now_ns: int) -> tuple[float, float]:
+        seconds = (now_ns - self.now_ns) * 1e-9
+        return self._margins.take(self._looked_up, self._rows_asked, self._fetched, seconds)
+
     def _window_stats(self, now_ns: int, alpha: float, backlog: int) -> WindowStats:
         w = self._latency.window
-        emb_margin, kv_margin = self._margins(now_ns)
+        emb_margin, kv_margin = self._take_margins(now_ns)
         return WindowStats(
             start_ns=self.now_ns,
             end_ns=now_ns,
@@ -534,29 +563,6 @@ class LiveNode:
             pages=self.pages,
             emb_margin_ms=emb_margin,
             kv_margin_ms=kv_margin,
-        )
-
-    def _margins(self, now_ns: int) -> tuple[float, float]:
-        """Return the ms per request that 1 % more of the pool would save as EMB and as KV, over the last windows."""
-        percent = 0.01 * self.pages
-        gains = []
-        with self.pool.lock:  # nothing may move between size and gain
-            for name, ghost in (("emb", self._emb.ghost), ("kv", self._kv.ghost)):
-                assert ghost is not None
-                # At its most, what 1 % less would lose.
-                step = percent if self.pool.owned(name) + percent <= ghost.max_pages else -percent
-                gains.append(ghost.gain(step).hits_per_request * ghost.requests * percent / step)
-                ghost.reset()
-        self._recent *= math.exp(-(now_ns - self.now_ns) * 1e-9 / GHOST_MEMORY_S)
-        self._recent += (self._looked_up, self._rows_asked, self._fetched, *gains)
-        requests, rows, fetched, emb_rows, kv_pages = self._recent
-        if requests == 0:
-            return 0.0, 0.0
-        # A token found saves its prefill, and the fetches among its rows.
-        token_ms = self._token_ms + self._model.features_per_token * fetched / max(rows, 1.0) * self._row_ms
-        return (
-            float(emb_rows / requests * self._row_ms),
-            float(kv_pages / requests * self._kv.page_tokens * token_ms),
         )
 
 

@@ -16,6 +16,7 @@ from helm_rl import latency
 from helm_rl.control import burst
 from helm_rl.control.burst import BurstState
 from helm_rl.errors import UserError
+from helm_rl.margins import GHOST_MEMORY_S
 from helm_rl.metrics import WindowStats
 from helm_rl.profiles.hardware import ONBOARD_BATCH, link_gb_s, pcie_gb_s, resolve_hardware
 from helm_rl.profiles.model import ModelProfile, resolve_model
@@ -31,7 +32,6 @@ _MIN_PAGES = 16
 _HEAD_ROWS = 65_536
 _GHOST_BUCKETS = 256
 CURVE_STEPS = 64  # of WindowStats.emb_saved_ms
-GHOST_MEMORY_S = 30.0
 _MARGIN_SPAN = 0.04  # margins are slopes of the ghost's curve over this share of the pool on either side
 _PIECE_BYTES = 1 << 20  # of what is fetched in the background
 _LITTLE = 0.01

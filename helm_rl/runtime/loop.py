@@ -13,12 +13,13 @@ from typing import Protocol
 
 from helm_rl.control import burst
 from helm_rl.control.burst import BurstSettings, BurstState, look, new_burst_state
-from helm_rl.control.protocol import Controller, FloatArray, Resuming, Watching
+from helm_rl.control.protocol import Controller, Resuming, Watching
 from helm_rl.errors import UserError
-from helm_rl.observation import HIGH, LOW, OBSERVATION_NAMES, ObservationBuilder
+from helm_rl.observation import OBSERVATION_NAMES, ObservationBuilder
 from helm_rl.runtime.background import Background, Outcome
 from helm_rl.runtime.counters import Adapter, Cause, Counters, StaleTelemetry, masked
 from helm_rl.runtime.meter import Meter, Reading
+from helm_rl.runtime.steering import Steering
 
 TICK_S = 0.01
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.005, 10.0
@@ -49,27 +50,6 @@ class MonotonicClock:
     def wait(self, event: threading.Event, seconds: float) -> bool:
         """Wait on the event itself."""
         return event.wait(max(seconds, 0.0))
-
-
-@dataclass(frozen=True)
-class Steering:
-    """A controller, and what it may do.
-
-    alpha_min, alpha_max: nothing else is ever asked of the server.
-    neutral: what the controller is shown of signals that the server cannot give, float32 [17] within the schema's
-        bounds; None: 0. For a policy, the mean of its normaliser: its network then sees 0.
-    """
-
-    controller: Controller
-    alpha_min: float = 0.1
-    alpha_max: float = 0.9
-    neutral: FloatArray | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.alpha_min <= self.alpha_max <= 1.0:  # NaN fails too
-            raise UserError(f"alpha_min {self.alpha_min!r} and alpha_max {self.alpha_max!r} must ascend within [0, 1]")
-        if self.neutral is not None and not ((self.neutral >= LOW) & (self.neutral <= HIGH)).all():
-            raise UserError("neutral must lie within the bounds of the observation")
 
 
 @dataclass
@@ -162,6 +142,7 @@ class ControlLoop:
         # Milliseconds since 1970: after a restart of this process they still grow.
         self._revision = time.time_ns() // 1_000_000
         self._steering = self._ready(steering)
+        self._past: Counter[str] = Counter()  # fallbacks of controllers that were replaced
         self._detector = self._own_detector()
         self._tick_from: Reading | None = None  # what the detectors have seen
         self._carry = 0.0  # arrivals of a tick that is not over
@@ -178,6 +159,10 @@ class ControlLoop:
         ready = self._ready(steering)
         with self._lock:
             self._next = ready
+
+    def controller_fallbacks(self) -> dict[str, int]:
+        """Return what the controllers themselves have fallen back from, by their own causes, where they count it."""
+        return dict(self._past + Counter(_own_fallbacks(self._steering.controller)))
 
     def start(self) -> None:
         """Run on a thread of its own, until `stop`."""
@@ -253,8 +238,11 @@ class ControlLoop:
 
     def _own_detector(self) -> BurstState | None:
         """Return what scores bursts for the observation where the controller does not look for any itself."""
+        if isinstance(self._steering.controller, Watching):
+            return None
         settings = BurstSettings(tick_s=min(TICK_S, self.interval_s))
-        return None if isinstance(self._steering.controller, Watching) else new_burst_state(settings)
+        look(new_burst_state(settings), 0.0, math.nan)  # compiled now, and not in the first interval
+        return new_burst_state(settings)
 
     def _listen(self, wait_s: float) -> bool:
         """Take what has been read, ask for more and wait for it; return whether a burst was found."""
@@ -325,6 +313,7 @@ class ControlLoop:
         self._heed_applied()
         with self._lock:
             if self._next is not None:
+                self._past.update(_own_fallbacks(self._steering.controller))
                 self._steering, self._next = self._next, None
                 self._detector = self._own_detector()
         newest = self._meter.newest
@@ -393,3 +382,8 @@ class ControlLoop:
             else:
                 self.status.unapplied += 1
                 self._detail = str(outcome.error) if outcome.error is not None else f"applied {applied!r}"
+
+
+def _own_fallbacks(controller: Controller) -> dict[str, int]:
+    counted = getattr(controller, "fallbacks", None)
+    return dict(counted()) if callable(counted) else {}

@@ -40,6 +40,9 @@ class Meter:
         nobody = np.zeros(0, np.int32)
         self._latency = latency.new_latency_state(np.full(2, slo_ms * 1e6), nobody, np.zeros(0, np.float32))
         self._shed_edges_ms = np.array([SHED_FACTOR * slo_ms, math.inf])
+        # Compiled now, and not while a decision waits.
+        latency.complete_counts(self._latency, self._shed_edges_ms, np.zeros(2))
+        latency.sketch_p99_ms(self._latency)
         self._start: Reading | None = None  # of the window
         self._newest: Reading | None = None
         self._suspect: Reading | None = None

@@ -115,6 +115,7 @@ def test_the_commands_of_this_release() -> None:
         "train imitate",
         "train burst",
         "train residual",
+        "control",
         "export",
         "eval p99",
         "eval ratio-gap",

@@ -404,5 +404,8 @@ def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
         if "gymnasium" in block:
             (p99_ms,) = map(float, rest)
             assert p99_ms > 0
+        elif "ControlLoop" in block:
+            assert int(rest[0]) >= 5
+            assert float(alpha) < 0.4  # users return: it went where they want it
         else:
             assert "EmbeddingStats(requested=4, hits=0, misses=4, fetched=3," in done.stdout

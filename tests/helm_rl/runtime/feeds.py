@@ -6,17 +6,20 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from helm_rl import latency
+from helm_rl.checkpoint import BoundsSection, BundleConfig, save_bundle
 from helm_rl.control.protocol import FloatArray
 from helm_rl.metrics import WindowStats
 from helm_rl.runtime.counters import Counters, Latencies
+from tests.helm_rl import policies
 
 SECOND = 1_000_000_000
-EDGES_MS = latency.SKETCH_LOW_MS * np.exp(latency.SKETCH_WIDTH * np.arange(1, latency.SKETCH_BINS + 1))
+EDGES_MS = latency.sketch_edges_ms()
 
 
 def histogram(*latency_ms: float) -> Latencies:
@@ -27,7 +30,7 @@ def histogram(*latency_ms: float) -> Latencies:
     return Latencies(EDGES_MS, counts)
 
 
-def steady(k: int, **changes: Any) -> Counters:
+def steady(k: float, **changes: Any) -> Counters:
     """Return the counters after k seconds of 100 requests of 20 ms a second, all of which the server can give."""
     at = EDGES_MS.searchsorted(20.0)
     requests = np.zeros(latency.SKETCH_BINS)
@@ -115,3 +118,38 @@ class Recorded:
 
     def feedback(self, window: WindowStats) -> None:
         self.windows.append(window)
+
+
+def make_bundle_at(path: Path, interval_s: float, seed: int = 0, overwrite: bool = False) -> BundleConfig:
+    """Write a bundle of random weights for this interval, whose alpha may go from .15 to .85."""
+    tensors = policies.net_tensors(policies.network(seed))
+    return save_bundle(
+        path,
+        {name: array for name, array in tensors.items() if name.startswith(("normaliser.", "actor."))},
+        network=policies.NETWORK,
+        observation=policies.OBSERVATION,
+        bounds=BoundsSection(alpha_min=0.15, alpha_max=0.85, rate_per_s=0.06, interval_s=(interval_s,)),
+        environment=policies.ENVIRONMENT,
+        training=policies.training(),
+        card="# A card\n",
+        overwrite=overwrite,
+    )
+
+
+class Serving:
+    """A server that counts 100 requests of 20 ms a second, and applies at once what it is asked for."""
+
+    period_s = 0.01
+
+    def __init__(self) -> None:
+        self.begun_s = time.monotonic()
+        self.alpha = 0.5
+        self.targets: list[tuple[float, int]] = []
+
+    def read(self) -> Counters:
+        return steady(time.monotonic() - self.begun_s, alpha=self.alpha)
+
+    def apply(self, alpha: float, revision: int) -> float:
+        self.targets.append((alpha, revision))
+        self.alpha = alpha
+        return alpha

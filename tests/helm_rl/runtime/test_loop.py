@@ -19,7 +19,8 @@ from helm_rl.errors import UserError
 from helm_rl.observation import OBSERVATION_NAMES, SIZE
 from helm_rl.runtime.adapters.scripted import Line, ScriptedAdapter
 from helm_rl.runtime.counters import Cause, Counters, StaleTelemetry
-from helm_rl.runtime.loop import ControlLoop, Steering, Step
+from helm_rl.runtime.loop import ControlLoop, Step
+from helm_rl.runtime.steering import Steering
 from tests.helm_rl.runtime.feeds import SECOND, FakeClock, Recorded, spoilt, steady
 
 ALPHA, BURST = OBSERVATION_NAMES.index("alpha"), OBSERVATION_NAMES.index("burst_score")

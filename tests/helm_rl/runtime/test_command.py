@@ -1,0 +1,236 @@
+"""`helm-rl control`: its whole life as a process, what it says of itself, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from helm_rl import cli
+from helm_rl.checkpoint import load_bundle
+from helm_rl.observation import OBSERVATION_NAMES
+from helm_rl.runtime.adapters.scripted import ScriptedAdapter
+from helm_rl.runtime.command import DryRun
+from helm_rl.runtime.counters import Cause
+from helm_rl.runtime.loop import ControlLoop
+from helm_rl.runtime.monitor import Monitor, journal
+from helm_rl.runtime.server import HookServer
+from helm_rl.runtime.steering import steering_of
+from tests.helm_rl.runtime.feeds import FakeClock, Recorded, Serving, make_bundle_at, steady
+
+INTERVAL_S = 0.4
+
+
+class Process:
+    """A control process, whose lines of JSON are read as they come."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "helm_rl.cli", "control", *arguments]
+        self.running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def event(self, name: str) -> dict[str, Any]:
+        """Return the next line of this event; a process that ends without one fails the test."""
+        assert self.running.stderr is not None
+        for line in self.running.stderr:
+            said = json.loads(line)
+            if said["event"] == name:
+                return dict(said)
+        raise AssertionError(f"it ended, with status {self.running.wait()}, and never said {name}")
+
+    def metrics(self, url: str) -> dict[str, float]:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            return {
+                ",".join((sample.name, *sample.labels.values())): sample.value
+                for family in families
+                for sample in family.samples
+            }
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def one(*arguments: str) -> Process:
+        made.append(Process(*arguments))
+        return made[-1]
+
+    yield one
+    for process in made:
+        process.running.kill()
+        process.running.communicate()
+
+
+def until(truth: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not truth():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_the_whole_life_of_a_control_process(start: Callable[..., Process], tmp_path: Path) -> None:
+    """It decides, takes another bundle, keeps it when the next one is bad, and leaves alpha where it is."""
+    serving = Serving()
+    server = HookServer(serving)
+    bundle = tmp_path / "bundle"
+    first = make_bundle_at(bundle, INTERVAL_S)
+    process = start(str(bundle), "--url", server.url, "--slo-ms", "50", "--listen", "127.0.0.1:0")
+    told = process.event("start")
+    assert told["level"] == "info"
+    assert told["interval_s"] == INTERVAL_S
+    assert told["policy_sha256"] == first.files["policy.safetensors"]
+    assert told["metrics"].startswith("http://127.0.0.1:")
+    until(lambda: len(serving.targets) >= 3)
+
+    second = make_bundle_at(bundle, INTERVAL_S, seed=1, overwrite=True)
+    process.running.send_signal(signal.SIGHUP)
+    told_again = process.event("reload")
+    assert (told_again["result"], told_again["policy_sha256"]) == ("ok", second.files["policy.safetensors"])
+    (bundle / "policy.safetensors").write_bytes(b"rubbish")
+    process.running.send_signal(signal.SIGHUP)
+    bad = process.event("reload")
+    assert (bad["result"], bad["level"]) == ("bad", "error")
+    assert "policy.safetensors: its sha256 is" in bad["detail"]
+    decided = len(serving.targets)
+    until(lambda: len(serving.targets) >= decided + 2)
+
+    metrics = process.metrics(told["metrics"])
+    assert metrics["helm_rl_intervals_missed_total"] == 0
+    assert metrics["helm_rl_decisions_total"] >= decided
+    assert metrics["helm_rl_bundle_reloads_total,ok"] == metrics["helm_rl_bundle_reloads_total,bad"] == 1
+    assert metrics[f"helm_rl_bundle_info,base,{second.files['policy.safetensors']}"] == 1
+    assert metrics["helm_rl_decision_seconds_count"] == metrics["helm_rl_intervals_total"]
+    assert 0.15 <= metrics["helm_rl_alpha_asked"] <= 0.85
+    assert sum(value for name, value in metrics.items() if name.startswith("helm_rl_fallbacks_total,")) == 0
+    assert {f"helm_rl_masked,{name}" for name in OBSERVATION_NAMES} <= metrics.keys()
+
+    process.running.send_signal(signal.SIGTERM)
+    assert process.event("signal")["name"] == "SIGTERM"
+    assert process.event("stop")["alpha"] == pytest.approx(serving.alpha, abs=0.03)
+    assert process.running.wait(10) == 0
+    assert process.running.stdout is not None
+    assert process.running.stdout.read() == ""
+    targets = list(serving.targets)
+    assert all(0.15 <= alpha <= 0.85 for alpha, _ in targets)
+    assert [revision for _, revision in targets] == sorted({revision for _, revision in targets})
+    time.sleep(2 * INTERVAL_S)
+    assert serving.targets == targets
+    server.close()
+
+
+def test_it_waits_for_a_server_that_is_not_there_and_ends_when_asked(
+    start: Callable[..., Process], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    make_bundle_at(tmp_path / "bundle", 0.1)
+    process = start(
+        str(tmp_path / "bundle"), "--url", f"http://127.0.0.1:{port}", "--slo-ms", "50", "--listen", "127.0.0.1:0"
+    )
+    assert process.event("fallback")["cause"] == "unreachable"
+    process.running.send_signal(signal.SIGINT)
+    assert process.event("stop")["alpha"] is None
+    assert process.running.wait(10) == 0
+
+
+def test_its_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_bundle_at(tmp_path / "bundle", INTERVAL_S)
+    taken = socket.create_server(("127.0.0.1", 0))
+    good = {"--url": "http://127.0.0.1:9", "--slo-ms": "50", "--listen": "127.0.0.1:0"}
+    for options, said in (
+        ({"--url": "https://a"}, "'https://a' must be http://HOST:PORT"),
+        ({"--slo-ms": "-1"}, "slo_ms must be a number above 0, not -1.0"),
+        ({"--listen": "9464"}, "--listen must be HOST:PORT"),
+        ({"--listen": f"127.0.0.1:{taken.getsockname()[1]}"}, "Address already in use"),
+        ({"--mapping": "vlm"}, "vlm is neither a shipped mapping"),
+        ({"--mapping": "vllm"}, "--mapping vllm: such a server takes no targets"),
+        ({"--interval-s": "2"}, "the policy was trained for 0.4 s between decisions, and 2 s was asked for"),
+        ({"--interval-s": "0"}, "0 s was asked for"),
+        ({"--read-s": "0"}, "--read-s must be a number of seconds above 0"),
+        ({"--timeout-s": "-1"}, "timeout_s must be a number of seconds above 0"),
+        ({"--target-url": "http://"}, "'http://' must be http://HOST:PORT"),
+    ):
+        words = [word for pair in (good | options).items() for word in pair]
+        assert cli.main(["control", str(tmp_path / "bundle"), *words]) == 2, options
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+    taken.close()
+    words = [word for pair in good.items() for word in pair]
+    assert cli.main(["control", str(tmp_path / "nothing"), *words]) == 2
+    assert "no such bundle folder" in capsys.readouterr().err
+
+
+def test_what_a_bundle_sees_of_a_masked_signal_is_nothing_to_its_network(tmp_path: Path) -> None:
+    make_bundle_at(tmp_path / "bundle", INTERVAL_S)
+    bundle = load_bundle(tmp_path / "bundle")
+    steering = steering_of(bundle, INTERVAL_S)
+    assert steering.neutral is not None
+    mean = bundle.tensors["normaliser.mean"]
+    shown = (steering.neutral - mean) / bundle.tensors["normaliser.var"] ** 0.5
+    assert abs(shown[mean <= 1]).max() < 1e-6
+    assert (steering.neutral <= 1).all()  # the random policy's means are beyond what there can be
+    assert (steering.alpha_min, steering.alpha_max) == (0.15, 0.85)
+
+
+def test_a_dry_run_asks_for_nothing() -> None:
+    inside = ScriptedAdapter([steady(1, alpha=0.3), steady(2, alpha=None)])
+    adapter = DryRun(inside, 0.5)
+    assert adapter.apply(0.9, 1) == 0.5
+    adapter.read()
+    assert adapter.apply(0.9, 2) == 0.3
+    adapter.read()
+    assert adapter.apply(0.9, 3) == 0.3
+    assert inside.applied == []
+
+
+def test_the_log_tells_when_something_changes_and_not_every_interval() -> None:
+    stream = io.StringIO()
+    monitor = Monitor(journal(stream))
+    script: list[Any] = [
+        *map(steady, range(3)),
+        steady(3, rows=math.nan),
+        steady(4, rows=math.inf),
+        *map(steady, range(5, 9)),
+    ]
+    clock = FakeClock(len(script) - 0.999)
+    loop = ControlLoop(ScriptedAdapter(script), Recorded(0.6), 1.0, slo_ms=50.0, clock=clock, watch=monitor.watch)
+    monitor.attach(loop)
+    clock.busy = lambda: not loop._applier.idle
+    loop.run(loop._stop)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["masked", "fallback", "recovered"]
+    assert (lines[1]["cause"], lines[1]["level"], lines[2]["intervals"]) == ("not_finite", "warning", 2)
+    assert all(line["time"].endswith("+00:00") for line in lines)
+    families = {family.name: family for family in monitor.registry.collect()}
+    counted = {sample.labels["cause"]: sample.value for sample in families["helm_rl_fallbacks"].samples}
+    assert counted.keys() == set(Cause)
+    assert (counted["not_finite"], sum(counted.values())) == (2, 2)
+
+
+def test_no_number_that_is_none_gets_into_the_json() -> None:
+    stream = io.StringIO()
+    monitor = Monitor(journal(stream))
+    monitor.say("test", {"alpha": math.nan, "age": math.inf, "text": 'a"\n', "n": 1})
+    assert json.loads(stream.getvalue()) | {"time": ""} == {
+        "time": "",
+        "level": "info",
+        "event": "test",
+        "alpha": None,
+        "age": None,
+        "text": 'a"\n',
+        "n": 1,
+    }
+    assert stream.getvalue().count("\n") == 1

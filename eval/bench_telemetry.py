@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from helm_rl.control.protocol import Controller, FloatArray
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
-from helm_rl.latency import SKETCH_BINS, sketches_p99_ms
+from helm_rl.latency import SKETCH_BINS, SKETCH_WIDTH, sketches_p99_ms
 from helm_rl.metrics import WindowStats, p99_ms
 from helm_rl.observation import OBSERVATION_NAMES
 from helm_rl.scenario import Scenario, for_nodes, load_scenario
@@ -153,7 +154,9 @@ class Result:
 
     def figures(self) -> dict[str, Figure]:
         """Return the figures that `Args` lists."""
-        figures = {f"telemetry.{self.nodes}.sketch_error": Figure(self.sketch_error, "", "lower", 0.01)}
+        figures = {
+            f"telemetry.{self.nodes}.sketch_error": Figure(self.sketch_error, "", "lower", math.expm1(SKETCH_WIDTH))
+        }
         for way, track in self.tracks.items():
             prefix = f"telemetry.{self.nodes}.{way}"
             for name in ("centre_bytes", "rack_bytes"):

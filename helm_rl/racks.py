@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine.jit import kernel
-from helm_rl.latency import SKETCH_BINS, SKETCH_REQUESTS, bin_of, sketches_p99_ms
+from helm_rl.latency import SKETCH_BINS, SKETCH_REQUESTS, SKETCH_WIDTH, bin_of, sketches_p99_ms
 from helm_rl.metrics import WindowStats
-from helm_rl.observation import SIZE, FloatArray, ObservationBuilder
+from helm_rl.observation import OBSERVATION_NAMES, SIZE, FloatArray, ObservationBuilder
 
 _COUNTERS = (
     "arrivals",
@@ -51,6 +51,7 @@ _ADDED = TARGET_PAGES + 1
 BURST_SCORE, END_NS, MINUS_START_NS = range(_ADDED, _ADDED + 3)  # of these the highest counts
 WIDTH = MINUS_START_NS + 1
 
+_P99 = OBSERVATION_NAMES.index("p99_over_slo")
 _COMPLETED = _COUNTERS.index("completed")
 _HEAD = struct.Struct("<4sI")  # mark, occupied bins
 _MARK = b"HRT1"
@@ -150,11 +151,12 @@ class ClusterObserver:
     """
 
     def __init__(self, slo_ms: float, racks: int = 0) -> None:
-        # The first is of all racks together, the others of one each.
+        # The first is of all racks, each other one of all but one.
         self._builders = [ObservationBuilder(slo_ms) for _ in range(1 + racks)]
-        self._observations = np.full((1 + racks, SIZE), np.nan)
+        self._observations = np.zeros((1 + racks, SIZE))
         self._sketches = np.zeros((1 + racks, SKETCH_BINS))
         self._completed = np.zeros((1 + racks, 1))
+        self._reported = np.zeros(racks, np.bool_)
 
     def update(self, racks: Summary) -> FloatArray:
         """Take the racks' summaries of an interval; return the observation, [17] float32.
@@ -166,8 +168,10 @@ class ClusterObserver:
         """
         groups = new_summary(len(self._builders))
         add(groups, 0, racks)
-        if len(self._builders) > 1:
-            groups.values[1:], groups.latencies[1:] = racks
+        if self._reported.size:
+            groups.values[1:] = groups.values[0]
+            groups.values[1:, :_ADDED] -= racks.values[:, :_ADDED]
+            groups.latencies[1:] = groups.latencies[0] - racks.latencies
         nodes = groups.values[:, NODES]
         if nodes[0] == 0:
             raise ValueError("no node reported: there is nothing to observe")
@@ -180,22 +184,25 @@ class ClusterObserver:
         for k in np.flatnonzero(nodes):
             window = mean_window(groups.values[k], float(p99_ms[k]))
             self._observations[k] = self._builders[k].update(window)
+        if self._reported.size:
+            self._reported = racks.values[:, NODES] > 0
         return self._observations[0].astype(np.float32)
 
     def bound(self, share: float) -> npt.NDArray[np.float64]:
         """Return by how much each signal of the last observation may be off, with 95 % confidence, [17].
 
-        share: of the nodes that report, drawn anew in each interval and in each rack. The racks are random groups
-        (Wolter, "Introduction to Variance Estimation", 2007, chapter 2): their spread, over the square root of their
-        number, is the error of what they have in common. That racks differ by themselves makes it wider. NaN where
-        fewer than two racks reported.
+        share: of the nodes that report, drawn anew in each interval and in each rack. What the observation would be
+        without each of the racks in turn tells its error (the jackknife: Wolter, "Introduction to Variance Estimation",
+        2007, chapter 4); that racks differ by themselves makes it wider. The P99 may be off by a bin of the sketch
+        besides. NaN where fewer than two racks reported.
         """
-        seen = self._observations[1:]
-        seen = seen[np.isfinite(seen).all(1)]
-        if len(seen) < 2:
+        without = self._observations[1:][self._reported]
+        if len(without) < 2:
             return np.full(SIZE, np.nan)
-        error = seen.std(0, ddof=1) * math.sqrt(max(1.0 - share, 0.0) / len(seen))
-        return _t_quantile(len(seen) - 1) * error
+        error = without.std(0) * math.sqrt((len(without) - 1) * max(1.0 - share, 0.0))
+        bound = _t_quantile(len(without) - 1) * error
+        bound[_P99] += SKETCH_WIDTH * self._observations[0, _P99]
+        return bound
 
 
 def _t_quantile(freedom: int) -> float:

@@ -108,7 +108,7 @@ def test_errors_by_hand() -> None:
     figures = result.figures()
     assert figures["telemetry.32.half.rack_bytes"].value == 20
     assert figures["telemetry.32.full.centre_us"].value == 3.0
-    assert figures["telemetry.32.sketch_error"].goal == 0.01
+    assert figures["telemetry.32.sketch_error"].goal == pytest.approx(0.01005, abs=1e-5)
     assert "telemetry.32.full.alpha_error" not in figures
 
 

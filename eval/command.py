@@ -25,6 +25,7 @@ from eval.comparison import (
     compare,
     figure_word,
 )
+from eval.own_controller import own_contestants
 from eval.peers import PEERS, peer_contestants
 from eval.reference import EFFORT
 from eval.sweep import STEP, ReplayFunction, alpha_grid, check_jobs, working
@@ -56,6 +57,9 @@ class EvalArgs:
     plots are about. Without any, only the statics and the optimum."""
     ablate: bool = False
     """Also evaluate each bundle that has layers above its base policy without them, and with each of several alone."""
+    controller: tuple[str, ...] = ()
+    """Also evaluate controllers of your own, each MODULE:CLASS, such as my_rules:HotUsers: a class in this folder, or
+    installed, with the methods of helm_rl.control.protocol.Controller (examples/own_controller.py is one)."""
     peers: bool = False
     """Also evaluate the rules that divide memory today: marginal hits, Cliffhanger, miss-ratio curves, KV first, EMB
     first, hill climbing."""
@@ -96,6 +100,7 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
     inputs = (args.scenario, args.trace, *args.policy)
     check_outputs(args.overwrite, inputs, json=args.json, report=args.report)
     policies = policy_contestants(args.policy, scenario, args.ablate)
+    policies += own_contestants(args.controller, scenario, RESERVED | {one.key for one in policies})
     if args.peers:
         policies += peer_contestants(scenario)
     trace = Trace.load(args.trace) if args.trace is not None else None

@@ -75,6 +75,9 @@ COMMANDS: dict[str, Command] = {
     "bench live": Command(
         "measuring", "eval.bench_live:main", "replay a trace on the live engine, and check every byte"
     ),
+    "bench control": Command(
+        "measuring", "eval.bench_control:main", "the control process beside a live engine, under every fault"
+    ),
     "bench model": Command(
         "measuring", "eval.bench_model:main", "the serving model against theory and an unsampled run"
     ),

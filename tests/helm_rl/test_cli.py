@@ -129,6 +129,7 @@ def test_the_commands_of_this_release() -> None:
         "bench decision",
         "bench env",
         "bench live",
+        "bench control",
         "bench telemetry",
         "bench model",
         "bench profiles",

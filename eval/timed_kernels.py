@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from cache_engine.jit import inner, kernel
 from envs.serving.cluster_loop import ClusterState, decide
-from helm_rl.control.kernel import ALPHA, PolicyState, mean_action, normalise
+from helm_rl.control.base import ALPHA, PolicyState, mean_action, normalise
 
 LINE_BYTES = 64
 

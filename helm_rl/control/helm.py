@@ -13,8 +13,9 @@ from helm_rl.control import burst, kernel
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.burst import BurstSettings, BurstState, new_burst_state
 from helm_rl.control.protocol import FloatArray
-from helm_rl.control.recovery import Recovery
+from helm_rl.control.recovery import RETURNING, Recovery, new_recovery
 from helm_rl.control.residual import Residual
+from helm_rl.control.residual_kernel import new_adapter, new_net
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import SIZE
@@ -113,9 +114,9 @@ class Helm:
         adapter, recovery = self.adapter, self.recovery
         return kernel.HelmState(
             policy=self.base.state,
-            net=kernel.new_net([np.zeros((1, 1))] * 3) if adapter is None else adapter.net.state,
-            adapter=kernel.new_adapter(0.0, 1) if adapter is None else adapter.state,
-            recovery=kernel.new_recovery(0.0, 0.0, 0.0) if recovery is None else recovery.state,
+            net=new_net([np.zeros((1, 1))] * 3) if adapter is None else adapter.net.state,
+            adapter=new_adapter(0.0, 1) if adapter is None else adapter.state,
+            recovery=new_recovery(0.0, 0.0, 0.0) if recovery is None else recovery.state,
             detector=new_burst_state(BurstSettings()) if recovery is None else recovery.detector,
             observation=self._observation,
             numbers=self._numbers,
@@ -126,7 +127,7 @@ class Helm:
         """Go on from an alpha that something else has set; what was learnt, and the detectors' state, stay."""
         self._numbers[kernel.SAFE] = math.nan
         self._counts[kernel.DECIDED_NS] = burst.UNSET
-        self._state.recovery.numbers[kernel.RETURNING] = math.nan
+        self._state.recovery.numbers[RETURNING] = math.nan
         (self.adapter or self.base).resume(applied_alpha)
 
     def fallbacks(self) -> dict[str, int]:

@@ -15,10 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from helm_rl.control import kernel
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.guard import ControlNodes, Guard, GuardSettings, GuardState, Mode, NodeGuard, Verdict
 from helm_rl.control.protocol import FloatArray
+from helm_rl.control.residual_kernel import (
+    DRAW,
+    ODDS,
+    OFFSET,
+    SIDE,
+    ascend,
+    decide_adapted,
+    forward,
+    new_adapter,
+    new_net,
+)
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import HIGH, OBSERVATION_NAMES, SIZE
@@ -84,7 +94,7 @@ class ResidualNet:
 
     def __init__(self, inputs: int, hidden: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self.state = kernel.new_net(
+        self.state = new_net(
             [
                 rng.standard_normal((inputs, hidden)) / math.sqrt(inputs),
                 rng.standard_normal((hidden, hidden)) / math.sqrt(hidden),
@@ -104,11 +114,11 @@ class ResidualNet:
 
     def forward(self, x: npt.NDArray[np.float64]) -> float:
         """Return the output, within (-1, 1), for an input, float64 [inputs]."""
-        return float(kernel.forward(self.state, x))
+        return float(forward(self.state, x))
 
     def ascend(self, x: npt.NDArray[np.float64], slope: float, step: float) -> None:
         """Move the weights by `step` along `slope` times the gradient of the output before its tanh."""
-        kernel.ascend(self.state, x, slope, step)
+        ascend(self.state, x, slope, step)
 
 
 class Residual:
@@ -160,7 +170,7 @@ class Residual:
             for layer, (weights, biases) in enumerate(zip(learnt.weights, learnt.biases, strict=True)):
                 self.net.weights[layer][...] = weights
                 self.net.biases[layer][...] = biases
-        self.state = kernel.new_adapter(self.settings.bound, self.guard_settings.block)
+        self.state = new_adapter(self.settings.bound, self.guard_settings.block)
         self._numbers = self.state.numbers.data  # read in a third of the time that an array takes
         self.guard = Guard(self.guard_settings, seed, None if learnt is None else learnt.guard)
         self._rng = np.random.default_rng([seed, 0xACE])
@@ -195,26 +205,23 @@ class Residual:
         if self.settings.bound == 0.0:
             return self.base.decide(observation, applied_alpha, now_ns)
         self.learn(observation)
-        return float(
-            kernel.decide_adapted(
-                self.base.state, self.net.state, self.state, observation, applied_alpha, self.mode().value
-            )
-        )
+        mode, applied_alpha = self.mode().value, float(applied_alpha)
+        return float(decide_adapted(self.base.state, self.net.state, self.state, observation, applied_alpha, mode))
 
     @property
     def offset(self) -> float:
         """The offset that acts."""
-        return float(self.state.numbers[kernel.OFFSET])
+        return float(self.state.numbers[OFFSET])
 
     @offset.setter
     def offset(self, offset: float) -> None:
-        self.state.numbers[kernel.OFFSET] = offset
+        self.state.numbers[OFFSET] = offset
 
     def mode(self) -> Mode:
         """Return what the block is for; where a side may have to be drawn for it, what it is drawn with is there."""
         mode = self.guard.mode
-        if mode is Mode.TRY and math.isnan(self._numbers[kernel.DRAW]):
-            self.state.numbers[kernel.DRAW] = self._rng.random()
+        if mode is Mode.TRY and math.isnan(self._numbers[DRAW]):
+            self.state.numbers[DRAW] = self._rng.random()
         return mode
 
     def learn(self, observation: FloatArray) -> None:
@@ -249,7 +256,7 @@ class Residual:
         taken, self.state.taken[0] = int(self.state.taken[0]), 0
         if verdict.mode is not Mode.TRY or not taken or not math.isfinite(verdict.claimed):
             return
-        side, odds = (float(self.state.numbers[k]) for k in (kernel.SIDE, kernel.ODDS))
+        side, odds = (float(self.state.numbers[k]) for k in (SIDE, ODDS))
         self.guard.judge(verdict, odds * side)
         self._spread += 0.05 * (abs(verdict.claimed) - self._spread)
         better = min(max(verdict.claimed / max(self._spread, 1e-9), -3.0), 3.0)

@@ -1,10 +1,12 @@
-"""Statistics over seeds: interquartile mean, seeded bootstrap interval, standard error; and over requests:
-latency tails.
+"""Statistics over seeds: interquartile mean, seeded bootstrap intervals, probability of improvement, standard error;
+and over requests: latency tails.
 
 The percentile itself (nearest rank) is `helm_rl.metrics.quantile_ms`; every figure of this package goes through it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -50,12 +52,72 @@ def bootstrap_interval(
     seed says nothing about the spread; with few seeds the interval is too narrow and is read as a lower bound
     on the doubt.
     """
-    data = np.asarray(values, dtype=np.float64).ravel()
-    if data.size < 2 or not np.isfinite(data).all():
+    return stratified_interval([values], level=level, seed=seed, resamples=resamples)
+
+
+def stratified_interval(
+    strata: Sequence[npt.ArrayLike], *, level: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
+) -> tuple[float, float] | None:
+    """Return the same over tasks: each stratum holds the values of one task, and is resampled by itself.
+
+    The interquartile mean is taken of all values together (Agarwal et al., "Deep reinforcement learning at the edge of
+    the statistical precipice", NeurIPS 2021), so they must be on one scale. None where a stratum has fewer than two
+    values, or one that is not finite.
+    """
+    data = _whole(strata)
+    if data is None:
+        return None
+    draws = np.sort(np.concatenate(list(_resampled(data, np.random.default_rng(seed), resamples)), axis=1), axis=1)
+    return _ends(draws @ _middle_half(draws.shape[1]), level)
+
+
+def improvement(ours: Sequence[npt.ArrayLike], theirs: Sequence[npt.ArrayLike]) -> float:
+    """Return the probability that a run of ours is below one of theirs, the mean over tasks; ties count half.
+
+    ours, theirs: a stratum of values for each task, in one order. In a task it is the Mann-Whitney statistic over its
+    largest value (Agarwal et al., as above). Lower is taken as better.
+    """
+    pairs = zip(ours, theirs, strict=True)
+    return float(np.mean([_below(np.asarray(one, np.float64), np.asarray(other, np.float64)) for one, other in pairs]))
+
+
+def improvement_interval(
+    ours: Sequence[npt.ArrayLike],
+    theirs: Sequence[npt.ArrayLike],
+    *,
+    level: float = 0.95,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> tuple[float, float] | None:
+    """Return its percentile bootstrap interval, strata resampled one by one; None as for `stratified_interval`."""
+    first, second = _whole(ours), _whole(theirs)
+    if first is None or second is None:
         return None
     rng = np.random.default_rng(seed)
-    draws = np.sort(data[rng.integers(0, data.size, size=(resamples, data.size))], axis=1)
-    low, high = np.quantile(draws @ _middle_half(data.size), [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
+    pairs = zip(_resampled(first, rng, resamples), _resampled(second, rng, resamples), strict=True)
+    return _ends(np.mean([_below(one, other) for one, other in pairs], axis=0), level)
+
+
+def _whole(strata: Sequence[npt.ArrayLike]) -> list[Floats] | None:
+    """The strata as arrays, None where one of them says nothing about its spread."""
+    data = [np.asarray(values, dtype=np.float64).ravel() for values in strata]
+    return None if not data or any(one.size < 2 or not np.isfinite(one).all() for one in data) else data
+
+
+def _resampled(strata: Sequence[Floats], rng: np.random.Generator, resamples: int) -> Iterator[Floats]:
+    """Draw each stratum anew, with replacement, float64[resamples, n]."""
+    return (data[rng.integers(0, data.size, size=(resamples, data.size))] for data in strata)
+
+
+def _below(one: Floats, other: Floats) -> Floats:
+    """Share of pairs, along the last axes, in which `one` is below `other`, ties counting half."""
+    left, right = one[..., :, None], other[..., None, :]
+    share: Floats = ((left < right) + 0.5 * (left == right)).mean(axis=(-2, -1))
+    return share
+
+
+def _ends(statistic: Floats, level: float) -> tuple[float, float]:
+    low, high = np.quantile(statistic, [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
     return float(low), float(high)
 
 

@@ -2,8 +2,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
 
-from eval.statistics import bootstrap_interval, interquartile_mean, standard_error, survival_curve
+from eval.statistics import (
+    bootstrap_interval,
+    improvement,
+    improvement_interval,
+    interquartile_mean,
+    standard_error,
+    stratified_interval,
+    survival_curve,
+)
 from helm_rl.metrics import quantile_ms
 
 
@@ -69,3 +80,67 @@ def test_one_seed_has_no_interval() -> None:
     assert bootstrap_interval([1.0, float("nan")]) is None
     assert np.isnan(standard_error([1.0]))
     assert standard_error([1.0, 3.0]) == pytest.approx(1.0)
+
+
+VALUES = st.lists(st.integers(-50, 50).map(float), min_size=2, max_size=12)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=4, max_size=40).filter(lambda values: len(values) % 4 == 0))
+def test_the_interquartile_mean_is_scipys_trimmed_one(values: list[float]) -> None:
+    assert interquartile_mean(values) == pytest.approx(stats.trim_mean(values, 0.25), abs=1e-6)
+
+
+def test_the_bootstrap_interval_is_scipys() -> None:
+    values = np.random.default_rng(5).lognormal(size=40)
+    theirs = stats.bootstrap(
+        (values,),
+        lambda x, axis: stats.trim_mean(x, 0.25, axis=axis),
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    found = bootstrap_interval(values)
+    assert found == pytest.approx(tuple(theirs), rel=0.02)
+
+
+def test_strata_are_resampled_one_by_one() -> None:
+    # Two tasks that differ by far more than their runs do: resampled together, the interval would hold the difference.
+    near, far = [1.0, 1.1, 0.9, 1.0], [9.0, 9.1, 8.9, 9.0]
+    found = stratified_interval([near, far])
+    assert found is not None
+    assert 4.5 < found[0] < found[1] < 5.5
+    mixed = bootstrap_interval([*near, *far])
+    assert mixed is not None
+    assert mixed[1] - mixed[0] > 4
+    assert stratified_interval([near]) == bootstrap_interval(near)
+    assert stratified_interval([near, [1.0]]) is None
+    assert stratified_interval([]) is None
+
+
+@given(VALUES, VALUES)
+def test_the_probability_of_improvement_is_mann_and_whitneys(ours: list[float], theirs: list[float]) -> None:
+    expected = stats.mannwhitneyu(theirs, ours).statistic / (len(ours) * len(theirs))
+    assert improvement([ours], [theirs]) == pytest.approx(expected)
+    assert improvement([theirs], [ours]) == pytest.approx(1 - expected)
+
+
+def test_the_probability_of_improvement_is_a_mean_over_tasks() -> None:
+    better, worse = [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]
+    assert improvement([better, worse], [worse, better]) == 0.5
+    assert improvement([better, better], [worse, better]) == 0.75
+    assert improvement_interval([better, better], [worse, worse]) == (1.0, 1.0)
+    assert improvement_interval([better], [[1.0]]) is None
+
+
+def test_the_interval_of_an_improvement_is_near_scipys() -> None:
+    rng = np.random.default_rng(2)
+    ours, theirs = rng.normal(0.0, 1.0, 20), rng.normal(0.6, 1.0, 25)
+
+    def statistic(x: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
+        return (x[..., :, None] < y[..., None, :]).mean(axis=(-2, -1))
+
+    theirs_interval = stats.bootstrap(
+        (ours, theirs), statistic, method="percentile", n_resamples=4000, rng=np.random.default_rng(0), vectorized=True
+    ).confidence_interval
+    found = improvement_interval([ours], [theirs], resamples=4000)
+    assert found == pytest.approx(tuple(theirs_interval), abs=0.02)
+    assert found == improvement_interval([ours], [theirs], resamples=4000)

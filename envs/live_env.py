@@ -28,7 +28,7 @@ _DEFAULT_EPISODE_S = 300.0
 
 
 class HelmLiveEnv(gym.Env[FloatArray, FloatArray]):
-    """A trace replayed in real time against pool, caches and host tables that are really there; see `LiveNode`.
+    """A trace served in real time by an HSTU on pool, caches and host tables that are really there; see `LiveNode`.
 
     Observation and action are those of `HelmNode-v0`, so a policy trained there runs here. It is measured, so the same
     seed gives the same arrivals but never the same figures: the environment is registered as nondeterministic.
@@ -64,9 +64,10 @@ class HelmLiveEnv(gym.Env[FloatArray, FloatArray]):
         episode_s: seconds of an episode; default 300 s or the whole trace, whichever is shorter.
         backend: "cpu" or "cuda".
         speed: how many times faster than the trace's clock its requests arrive; every other time is real.
-        compute_scale: times the compute time of the scenario's profile that the model takes; 0: none.
+        compute_scale: times the compute time of the profile that what stands in for a decoder takes; 0: none.
         table_rows: rows of each of the four host tables; more miss more.
-        verify: compare all rows and KV pages served with what they must be; `totals.wrong_bytes` counts what is wrong.
+        verify: compare all rows and scores (of a stand-in, KV pages) with what they must be; `totals` counts what is
+            wrong.
         warm_s: seconds of the trace (at its speed) that fill the caches before an episode.
         seed: of the generated trace.
         render_mode: None; there is nothing to render.

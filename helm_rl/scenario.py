@@ -64,6 +64,7 @@ class ModelSection(_Section):
     features_per_token: Annotated[Whole, Field(ge=1, le=10_000)] | None = None
     row_bytes: Annotated[Whole, Field(ge=1, le=1 << 20)] | None = None
     candidates: Annotated[Whole, Field(ge=0, le=1_000_000)] | None = None
+    value_bytes: Literal[2, 4] | None = None  # of a weight, key, value: bf16 or float32
 
 
 _Speed = Annotated[Real, Field(gt=0, le=10_000)]
@@ -340,6 +341,8 @@ def scenario_hash(scenario: Scenario) -> str:
     for name in _LATER_FIELDS:
         if getattr(scenario.load, name) == LoadSection.model_fields[name].default:
             del document["load"][name]
+    if scenario.model.value_bytes is None:
+        del document["model"]["value_bytes"]
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 

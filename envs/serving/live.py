@@ -6,21 +6,21 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cache_engine import EmbeddingCache, HbmPool, KvCache, KvLease
+from cache_engine import EmbeddingCache, HbmPool, KvCache
 from cache_engine.backends.device import CudaUnavailableError, CupyDevice
 from cache_engine.hashing import mix, reduce_range
 from cache_engine.jit import kernel
 from envs.serving import payload
-from envs.serving.matrix_product import MatrixProduct
+from envs.serving.live_compute import EPOCH, Taken, new_compute
 from envs.serving.node import page_layout, plain
-from envs.serving.rows import ITEMS, RowState, build_rows, candidate_rows, history_rows
+from envs.serving.rows import ITEMS, build_rows, candidate_token_rows, token_rows
 from helm_rl import latency
 from helm_rl.errors import UserError
 from helm_rl.margins import Margins
@@ -34,60 +34,64 @@ from helm_rl.workloads.trace import Trace
 
 BACKENDS = ("cpu", "cuda")
 TABLES = 4
-_EPOCH = 0  # a history whose start slides away is taken to keep it, as in the simulator
 _MAX_REQUEST_ROWS = 1 << 22
 _JOIN_S = 60.0
 
 
 @dataclass(frozen=True)
 class LiveTotals:
-    """What was counted since the reset. Rows and pages are verified in the warm-up, too."""
+    """What was counted since the reset. Rows, pages and scores are verified in the warm-up, too."""
 
     requests: int  # completed on the wall clock, shed ones included
     shed: int
     refused: int  # histories for which the KV cache had no room
     rows_verified: int
-    pages_verified: int
+    pages_verified: int  # of a stand-in
     wrong_bytes: int
+    scores_verified: int  # of a network
+    wrong_scores: int
     pages_moved: int  # ownership changes
-    busy_s: float  # serving, without the time that verifying takes
+    busy_s: float  # of link and accelerator, without the time that verifying and a stated bandwidth take
     engine_s: float  # of it inside calls of the cache engine
 
 
-@dataclass
-class _Served:
-    """A request between its look-ups and the end of its batch."""
+@dataclass(frozen=True)
+class ServiceTimes:
+    """What each of n requests took, NaN and -1 where it was not served."""
 
-    request: int
-    user: int
-    seconds: float  # of the model's compute
-    pages: npt.NDArray[np.int32]  # of its history, in use until the batch ends
-    lease: KvLease | None
+    link_ns: npt.NDArray[np.float64]  # [n] on the link
+    compute_ns: npt.NDArray[np.float64]  # [n] of the batch that it was in
+    batch: npt.NDArray[np.int64]  # [n] number of that batch
+    prefix: npt.NDArray[np.int64]  # [n] tokens found
 
 
 class LiveNode:
-    """A serving node on the wall clock: pool, caches and host tables are real, the model is a matrix product.
+    """A serving node on the wall clock: pool, caches, host tables, copies and an HSTU are real.
 
-    One thread serves the queue in batches: KV look-up, rows of what is not cached through the embedding cache, the new
-    KV pages written, the product; a KV lease holds a request's pages until its batch has ended. Another moves pages, a
-    few on every tick. `reset` starts both, `run` waits for the end of a window and returns what was measured, `close`
-    stops them and gives the memory back.
+    One thread is the link: request by request it finds the history's prefix in the KV cache and leases its pages, and
+    reads the rows of what is not cached through the embedding cache. On the CPU that is a copy in memory, so the link
+    is paced: it takes at least the time that the fetched bytes would at the scenario's bandwidth. A second thread is
+    the accelerator: it takes what is ready in batches, and computes scores and the new keys and values. A third moves
+    pages, a few on every tick. `reset` starts them, `run` waits for the end of a window and returns what was measured,
+    `pause` stops the clock, `close` ends all and gives the memory back.
+
+    For an hstu the network is computed (`envs.serving.live_compute.Network`); for a decoder a matrix product stands in.
 
     Times are those of the trace divided by `speed`; everything else happens in real time. Latency runs from a request's
     scheduled arrival, however late it is taken up.
 
-    Limits: link and accelerator work in turns, not at once; `link_busy_ns` is the time of embedding look-ups, in which
-    the copies of hits are, too: no remote link is imitated. Tokens and rows count in the window in which a request is
-    served, arrivals in the one in which it arrives.
+    Limits: tokens and rows count in the window in which a request is taken by the link, arrivals in the one in which it
+    arrives. What an embedding cache gains by a resize is filled by misses alone.
 
     Args:
         scenario: model, pool, control and queue; its load only says how popular rows are where the trace does not.
         trace: the arrivals.
-        backend: where pool and product are: "cpu" or "cuda".
+        backend: where pool and network are: "cpu" or "cuda".
         speed: how many times faster than the trace's clock its requests arrive.
-        compute_scale: times the compute time of the scenario's profile that the product takes; 0: none.
+        compute_scale: times the compute time of the scenario's profile that a stand-in takes; 0: none.
         table_rows: rows of each of the TABLES host tables. Rows of the law that lie past them share others' places.
-        verify: compare every row and every KV page served with what it must be, byte for byte.
+        verify: compare every row served, byte for byte, and every score with that of the whole request computed from
+            the tables without any cache; of a stand-in every KV page.
 
     Raises:
         UserError: an unsound trace, a pool or tables that do not fit this machine, no GPU for "cuda".
@@ -122,10 +126,12 @@ class LiveNode:
         need = self.pages * self._page_bytes + TABLES * table_rows * model.row_bytes
         _refuse_larger_than_memory(scenario, need)
         try:
-            self._device = CupyDevice() if backend == "cuda" else None
+            # The link has a stream of its own.
+            self._device = CupyDevice().fork() if backend == "cuda" else None
         except CudaUnavailableError as error:
             raise UserError(str(error)) from None
-        self._product = MatrixProduct(backend)
+        most_tokens = int(trace.history_tokens.max())
+        self._compute = new_compute(model, hardware, backend, compute_scale, most_tokens)
         self.scenario = scenario
         self.trace = _at_speed(plain(trace), speed)
         self.backend = backend
@@ -141,29 +147,26 @@ class LiveNode:
             zipf=scenario.load.zipf_items,
             items=scenario.load.items,
         )
-        if self._rows.max_rows > _MAX_REQUEST_ROWS:
+        most_rows = (most_tokens + model.candidates) * model.features_per_token
+        if most_rows > _MAX_REQUEST_ROWS:
             raise UserError(
-                f"trace {trace.meta.name} has a history of {trace.history_tokens.max()} tokens: with "
-                f"model.features_per_token = {model.features_per_token} and model.candidates = {model.candidates} one "
-                f"request reads {self._rows.max_rows} rows; at most {_MAX_REQUEST_ROWS} are possible"
+                f"trace {trace.meta.name} has a history of {most_tokens} tokens: with model.features_per_token = "
+                f"{model.features_per_token} and model.candidates = {model.candidates} one request reads {most_rows} "
+                f"rows; at most {_MAX_REQUEST_ROWS} are possible"
             )
         self.tables = [payload.make_table(k, table_rows, model.row_bytes) for k in range(TABLES)]
-        self._keys = np.zeros(self._rows.max_rows, np.int64)
-        self._ids = np.zeros(self._rows.max_rows, np.int64)
-        self._table_of = np.zeros(self._rows.max_rows, np.int16)
-        # One buffer for the rows of every request; on a GPU each has its own.
-        self._row_bytes = np.zeros((self._rows.max_rows, model.row_bytes), np.uint8) if backend == "cpu" else None
-        _touch(self._keys, self._ids, self._table_of, self._row_bytes)
+        self._most_rows = most_rows
+        # What a token reads must be a function of its user and place alone, or cached keys and values would be others.
+        _, first, user_at = np.unique(self.trace.user, return_index=True, return_inverse=True)
+        self._home_phase = self.trace.phase[first][user_at]
         self._returning = returning(self.trace)
-        # As in the simulator: fixed per batch, per FLOP, and what a hit saves by the profile, in ms.
-        self._batch_s = compute_scale * hardware.batch_ms * 1e-3
-        self._flop_s = compute_scale / hardware.flop_per_s
-        self._row_ms = model.row_bytes / link_gb_s(scenario.hardware) * 1e-6
-        self._token_ms = model.flops_per_token * self._flop_s * 1e3
+        self._link_gb_s = link_gb_s(scenario.hardware)
+        # What a hit saves by the profile, as in the simulator, in ms.
+        self._row_ms = model.row_bytes / self._link_gb_s * 1e-6
+        self._token_ms = compute_scale * model.flops_per_token / hardware.flop_per_s * 1e3
         self._slo_ns = np.full(2, scenario.slo_ms * 1e6)
-        self._lock = (
-            threading.Lock()
-        )  # of counters, queue and ghosts; the pool's is taken within it, never the other way round
+        # Of counters, queues and ghosts; the pool's lock is taken within it, never the other way round.
+        self._lock = threading.Condition()
         self._stop = threading.Event()
         self._halted = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -176,7 +179,7 @@ class LiveNode:
     def reset(self, alpha: float, start_ns: int, warm_ns: int = 0) -> None:
         """Start anew at `start_ns` of the trace's clock, with empty KV cache and the most popular rows in the other.
 
-        The requests of the `warm_ns` before are served first, as fast as the caches can, without the product.
+        The requests of the `warm_ns` before are served first, as fast as can be; a stand-in takes no time for them.
         """
         if self._closed:
             raise RuntimeError("the node was closed: make a new one")
@@ -187,20 +190,25 @@ class LiveNode:
             self._fill()
         first, at = np.searchsorted(self.trace.arrival_ns, [start_ns - warm_ns, start_ns])
         self.now_ns = start_ns - warm_ns
-        for i in range(int(first), int(at)):
-            self._end([self._look_up(i)])
+        most = self.scenario.hardware.max_batch
+        for i in range(int(first), int(at), most):
+            batch = [self._take(k) for k in range(i, min(i + most, int(at)))]
+            self._compute.warm(batch)
+            self._end(batch)
         self._take_margins(start_ns)
         self._new_window()
         self._next = int(at)
         self._busy_ns = self._engine_ns = 0
         self.now_ns = start_ns
         self._origin_ns = time.monotonic_ns() - start_ns
+        self._link_end_ns = start_ns
+        self._paused_ns: int | None = None
         self._error = None
         self._stop.clear()
         self._halted.clear()
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=f"helm-live-{name}", daemon=True)
-            for name, work in (("serve", self._serve), ("migrate", self._migrate))
+            for name, work in (("link", self._link), ("compute", self._serve), ("migrate", self._migrate))
         ]
         for thread in self._threads:
             thread.start()
@@ -256,6 +264,8 @@ class LiveNode:
                 rows_verified=self._rows_verified,
                 pages_verified=self._pages_verified,
                 wrong_bytes=self._wrong_bytes,
+                scores_verified=self._scores_verified,
+                wrong_scores=self._wrong_scores,
                 pages_moved=self._pages_moved,
                 busy_s=self._busy_ns * 1e-9,
                 engine_s=self._engine_ns * 1e-9,
@@ -263,7 +273,22 @@ class LiveNode:
 
     def clock_ns(self) -> int:
         """Return the time now, on the trace's clock."""
-        return time.monotonic_ns() - self._origin_ns
+        return time.monotonic_ns() - self._origin_ns if self._paused_ns is None else self._paused_ns
+
+    def pause(self) -> None:
+        """Finish what link and accelerator have begun, take up nothing more, and stop the clock; twice is harmless."""
+        with self._lock:
+            self._pausing = True
+            self._lock.wait_for(lambda: self._stop.is_set() or not (self._on_link or self._computing))
+            self._paused_ns = self.clock_ns()
+
+    def resume(self) -> None:
+        """Let the clock go on where `pause` has stopped it; harmless where it has not."""
+        with self._lock:
+            if self._paused_ns is not None:
+                self._origin_ns = time.monotonic_ns() - self._paused_ns
+            self._pausing, self._paused_ns = False, None
+            self._lock.notify_all()
 
     def run(self, until_ns: int) -> WindowStats:
         """Sleep until `until_ns` of the trace's clock and return what was measured since the last call.
@@ -294,16 +319,23 @@ class LiveNode:
         self.tables = []
 
     def _shut_down(self) -> None:
-        self._stop.set()
-        self._halted.set()
+        self._halt()
         for thread in self._threads:
             thread.join(_JOIN_S)
             if thread.is_alive():
                 raise RuntimeError(f"thread {thread.name} has not ended within {_JOIN_S:g} s")
         self._threads = []
+        self._compute.close()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def _halt(self) -> None:
+        """Tell all threads to stop."""
+        self._stop.set()
+        self._halted.set()
+        with self._lock:
+            self._lock.notify_all()
 
     def _start_engine(self, alpha: float) -> None:
         scenario, model = self.scenario, self._model
@@ -326,9 +358,9 @@ class LiveNode:
             token_ms=self._token_ms,
             rows_per_token=model.features_per_token,
         )
-        self._page = pool.host_memory(self._page_bytes)
         # The system gives memory at its first use: let that be now, not while requests wait.
         _touch(pool.storage, *pool.state, *self._emb.state, *self._kv.state)
+        self._compute.start(pool)
         self.revision = 0
         self.set_target(alpha)
         pool.migrate(self.pages)
@@ -338,18 +370,27 @@ class LiveNode:
         )
         self._took = np.zeros(latency.SKETCH_BINS)
         self._link_busy_ns = self._compute_busy_ns = 0
-        self._waiting: deque[int] = deque()
+        self.times = ServiceTimes(
+            np.full(requests, np.nan), np.full(requests, np.nan), np.full(requests, -1), np.full(requests, -1)
+        )
+        self._batches = 0
+        self._waiting: deque[int] = deque()  # for the link
+        self._ready: deque[Taken] = deque()  # for the accelerator
+        self._on_link = self._pausing = False
+        self._computing = 0
         self._requests = self._shed = self._refused = 0
         self._rows_verified = self._pages_verified = self._wrong_bytes = self._pages_moved = 0
-        self._busy_ns = self._engine_ns = self._verify_ns = 0
+        self._scores_verified = self._wrong_scores = 0
+        self._busy_ns = self._engine_ns = 0
         self._new_window()
 
     def _use_once(self) -> None:
         """Serve a request into caches that are then thrown away: what is compiled or loaded at first use, is now."""
         self.now_ns = 0
         self._start_engine(0.5)
-        self._product.run(self._product.product_s, self._stop)
-        self._end([self._look_up(0)])
+        batch = [self._take(0)]
+        self._compute.run(batch, threading.Event())
+        self._end(batch)
         latency.complete(self._latency, 0, 1.0)
         latency.count(self._took, 1.0)
         latency.shed(self._latency, 0)
@@ -358,7 +399,7 @@ class LiveNode:
 
     def _serve_largest(self) -> None:
         """Look up as many rows as the largest request has, and forget them: buffers have grown to their size then."""
-        n = min(self._keys.size, self.pages * self._rows_per_page, TABLES * len(self.tables[0]))
+        n = min(self._most_rows, self.pages * self._rows_per_page, TABLES * len(self.tables[0]))
         rows = np.arange(n - 1, -1, -1, dtype=np.int64)
         self._emb.lookup(rows // TABLES, rows % TABLES)
         self._emb.invalidate(rows // TABLES, rows % TABLES)
@@ -375,34 +416,69 @@ class LiveNode:
             work()
         except BaseException as error:
             self._error = error
-            self._stop.set()
-            self._halted.set()
+            self._halt()
+
+    def _link(self) -> None:
+        """Let one request after the other read its rows, until told to stop."""
+        while (i := self._next_for_link()) is not None:
+            began_ns, begun = self.clock_ns(), time.perf_counter_ns()
+            one = self._take(i)
+            took_ns = time.perf_counter_ns() - begun
+            transfer_ns = 0.0
+            if self._device is None:
+                transfer_ns = one.fetched * self._model.row_bytes / self._link_gb_s
+                # From when the link was free, not from when this thread woke up: no time is lost between transfers.
+                self._link_end_ns = max(self._link_end_ns, began_ns) + round(transfer_ns)
+                self._stop.wait(max(0, self._link_end_ns - self.clock_ns()) * 1e-9)
+            with self._lock:
+                self.times.link_ns[i] = max(took_ns, transfer_ns)
+                self._link_busy_ns += round(max(took_ns, transfer_ns))
+                self._busy_ns += took_ns
+                self._on_link = False
+                self._ready.append(one)
+                self._lock.notify_all()
+
+    def _next_for_link(self) -> int | None:
+        """Wait for the next request and take it off the queue; None: the node stops."""
+        arrival_ns = self.trace.arrival_ns
+        with self._lock:
+            while not self._stop.is_set():
+                left_s = None
+                if not self._pausing:
+                    now = self.clock_ns()
+                    self._admit(now)
+                    if self._waiting:
+                        self._on_link = True
+                        return self._waiting.popleft()
+                    if self._next < len(arrival_ns):
+                        left_s = max(0, int(arrival_ns[self._next]) - now) * 1e-9
+                self._lock.wait(left_s)
+        return None
 
     def _serve(self) -> None:
-        """Serve batches until told to stop."""
-        arrival_ns = self.trace.arrival_ns
-        while not self._stop.is_set():
+        """Compute batches until told to stop."""
+        most = self.scenario.hardware.max_batch
+        while True:
             with self._lock:
-                now = self.clock_ns()
-                self._admit(now)
-                size = min(self.scenario.hardware.max_batch, len(self._waiting))
-                batch = [self._waiting.popleft() for _ in range(size)]
-                upcoming = self._next
-            if batch:
-                self._serve_batch(batch)
-            else:
-                left_s = (int(arrival_ns[upcoming]) - now) * 1e-9 if upcoming < len(arrival_ns) else None
-                self._stop.wait(left_s if left_s is None else max(left_s, 0.0))
+                self._computing = 0
+                self._lock.notify_all()
+                self._lock.wait_for(lambda: self._stop.is_set() or (self._ready and not self._pausing))
+                if self._stop.is_set():
+                    return
+                self._admit(self.clock_ns())
+                batch = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+                self._computing = len(batch)
+            self._serve_batch(batch)
 
     def _admit(self, now_ns: int) -> None:
-        """Queue what has arrived by `now_ns`. Only `_serve` takes requests out, after this: so what finds the queue
-        full here found it full when it arrived.
+        """Queue what has arrived by `now_ns`. Whoever takes requests out calls this first: so what finds the queue full
+        here found it full when it arrived.
         """
         last = int(np.searchsorted(self.trace.arrival_ns, now_ns, side="right"))
         for i in range(self._next, last):
             self._arrivals += 1
             self._returned += int(self._returning[i])
-            if len(self._waiting) >= self.scenario.hardware.queue_bound:
+            if self._queued >= self.scenario.hardware.queue_bound:
                 latency.shed(self._latency, i)
                 self._shed += 1
                 self._requests += 1
@@ -410,95 +486,98 @@ class LiveNode:
                 self._waiting.append(i)
         self._next = last
 
-    def _serve_batch(self, batch: list[int]) -> None:
+    @property
+    def _queued(self) -> int:
+        """Requests that wait for the link, are on it, or wait for the accelerator."""
+        return len(self._waiting) + self._on_link + len(self._ready)
+
+    def _serve_batch(self, batch: Sequence[Taken]) -> None:
         begun = time.perf_counter_ns()
-        verifying = self._verify_ns
-        served = [self._look_up(i) for i in batch]
-        started = time.perf_counter_ns()
-        self._product.run(self._batch_s + sum(one.seconds for one in served), self._stop)
+        compute_ns = self._compute.run(batch, self._stop)
         ended = time.perf_counter_ns()
+        numbers = [one.number for one in batch]
         with self._lock:
             now = self.clock_ns()
-            for one in served:
-                took_ns = max(now - int(self.trace.arrival_ns[one.request]), 1)
-                latency.complete(self._latency, one.request, took_ns * 1e-6)
-                latency.count(self._took, took_ns * 1e-6)
-            self._compute_busy_ns += ended - started
-            self._requests += len(served)
-        self._end(served)
-        with self._lock:
-            self._busy_ns += time.perf_counter_ns() - begun - (self._verify_ns - verifying)
+            for i in numbers:
+                took_ms = max(now - int(self.trace.arrival_ns[i]), 1) * 1e-6
+                latency.complete(self._latency, i, took_ms)
+                latency.count(self._took, took_ms)
+            self.times.compute_ns[numbers] = compute_ns
+            self.times.batch[numbers] = self._batches
+            self._batches += 1
+            self._compute_busy_ns += compute_ns
+            self._busy_ns += ended - begun
+            self._requests += len(batch)
+        self._end(batch)
 
-    def _look_up(self, i: int) -> _Served:
-        """Find the history's prefix and lease it, read the rows of the rest, write the new KV pages.
-
-        They are written before the product that stands for computing them: the next request of the batch may be the
-        same user's.
-        """
-        trace, model, pool = self.trace, self._model, self.pool
-        user, phase, history = int(trace.user[i]), int(trace.phase[i]), int(trace.history_tokens[i])
+    def _take(self, i: int) -> Taken:
+        """Find the history's prefix and lease its pages, and read the rows of the rest and of the candidates."""
+        trace, pool = self.trace, self.pool
+        user, history = int(trace.user[i]), int(trace.history_tokens[i])
         begun = time.perf_counter_ns()
         with pool.lock:  # nothing may be evicted between the look-up and the lease
             # Newest events were never computed, so they cannot be found.
-            prefix = self._kv.lookup(user, history - int(trace.new_tokens[i]), _EPOCH)
-            before = self._kv.pages(user).size
-            kept = self._kv.extend(user, history, _EPOCH)
+            prefix = self._kv.lookup(user, history - int(trace.new_tokens[i]), EPOCH)
+            found = self._kv.pages(user).size
+            kept = self._kv.extend(user, history, EPOCH)
             lease = self._kv.lease(user)
             pages = self._kv.pages(user)
         engine_ns = time.perf_counter_ns() - begun
-        for index in range(before, pages.size):
-            payload.fill_page(self._page, user, _EPOCH, index)
-            begun = time.perf_counter_ns()
-            pool.write_page(int(pages[index]), self._page)
-            engine_ns += time.perf_counter_ns() - begun
-
-        rows = self._rows.state
-        n = _request_rows(rows, self._keys, i, user, phase, prefix, history, model.candidates)
-        ids, tables = self._ids[:n], self._table_of[:n]
-        _locate(self._keys, n, ids, tables, TABLES, len(self.tables[0]))
+        ids, tables = self._rows_of(i, prefix)
         begun = time.perf_counter_ns()
-        found = self._emb.lookup(ids, tables, out=None if self._row_bytes is None else self._row_bytes[:n])
-        hits = int(np.count_nonzero(self._on_host(found.hit)))
-        lookup_ns = time.perf_counter_ns() - begun
-        wrong = 0
-        if self.verify:
-            begun = time.perf_counter_ns()
-            wrong = payload.wrong_row_bytes(self._on_host(found.rows), tables, ids)
-            self._verify_ns += time.perf_counter_ns() - begun
-
+        rows = self._emb.lookup(ids, tables)
+        hits = int(np.count_nonzero(self._on_host(rows.hit)))  # on a device it waits for the rows, too
+        engine_ns += time.perf_counter_ns() - begun
+        wrong = payload.wrong_row_bytes(self._on_host(rows.rows), tables, ids) if self.verify else 0
+        one = Taken(i, user, prefix, history, kept, pages, found, lease, rows.rows, rows.fetched)
+        self._compute.take(one)
         with self._lock:
+            self.times.prefix[i] = prefix
             self._tokens += history
             self._tokens_hit += prefix
-            self._rows_asked += n
+            self._rows_asked += ids.size
             self._rows_hit += hits
-            self._fetched += found.fetched
+            self._fetched += rows.fetched
             self._looked_up += 1
-            self._link_busy_ns += lookup_ns
-            self._engine_ns += engine_ns + lookup_ns
+            self._engine_ns += engine_ns
             self._refused += not kept
-            self._rows_verified += n if self.verify else 0
+            self._rows_verified += ids.size if self.verify else 0
             self._wrong_bytes += wrong
-        tokens = history - prefix
-        pairs = tokens * (prefix + 0.5 * tokens) + model.candidates * history
-        flop = model.flops_per_token * (tokens + model.candidates) + model.flops_per_pair * pairs
-        return _Served(i, user, flop * self._flop_s, pages, lease)
+        return one
+
+    def _rows_of(self, i: int, first: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int16]]:
+        """Return row and table of what request `i` reads for its tokens from `first` on, and for its candidates."""
+        trace, rows, model = self.trace, self._rows.state, self._model
+        history = int(trace.history_tokens[i])
+        keys = np.empty((history - first + model.candidates) * model.features_per_token, np.int64)
+        n = token_rows(rows, keys, i, int(trace.user[i]), int(self._home_phase[i]), first, history)
+        candidate_token_rows(rows, keys, n, i, int(trace.phase[i]), model.candidates)
+        ids, tables = np.empty(keys.size, np.int64), np.empty(keys.size, np.int16)
+        _locate(keys, ids, tables, TABLES, len(self.tables[0]))
+        return ids, tables
+
+    def _from_tables(self, i: int) -> npt.NDArray[np.uint8]:
+        """Return all rows of request `i`, [n, row_bytes], read where they come from."""
+        ids, tables = self._rows_of(i, 0)
+        rows = np.empty((ids.size, self._model.row_bytes), np.uint8)
+        for number, table in enumerate(self.tables):
+            its = tables == number
+            rows[its] = table[ids[its]]
+        return rows
 
     def _on_host(self, array: Any) -> npt.NDArray[Any]:
         return array if self._device is None else self._device.read(array)
 
-    def _end(self, served: list[_Served]) -> None:
-        """Check the pages that the batch has used, to the end, and let go of them."""
-        for one in served:
+    def _end(self, batch: Sequence[Taken]) -> None:
+        """Check what the batch has used and given, and let go of its pages."""
+        for one in batch:
             if self.verify:
-                begun = time.perf_counter_ns()
-                wrong = 0
-                for index, page in enumerate(one.pages):
-                    self.pool.read_page(int(page), self._page)
-                    wrong += payload.wrong_page_bytes(self._page, one.user, _EPOCH, index)
-                self._verify_ns += time.perf_counter_ns() - begun
+                found = self._compute.check(one, self._from_tables(one.number))
                 with self._lock:
-                    self._pages_verified += one.pages.size
-                    self._wrong_bytes += wrong
+                    self._pages_verified += found.pages
+                    self._wrong_bytes += found.wrong_bytes
+                    self._scores_verified += found.scores
+                    self._wrong_scores += found.wrong_scores
             if one.lease is not None:
                 one.lease.release()
 
@@ -554,7 +633,7 @@ class LiveNode:
             p99_ms=float(latency.sketch_p99_ms(self._latency)),
             link_busy_ns=self._link_busy_ns,
             compute_busy_ns=self._compute_busy_ns,
-            queue=len(self._waiting),
+            queue=self._queued,
             queue_bound=self.scenario.hardware.queue_bound,
             alpha=alpha,
             target=self.target,
@@ -567,33 +646,15 @@ class LiveNode:
 
 
 @kernel
-def _request_rows(
-    rows: RowState,
-    keys: npt.NDArray[np.int64],
-    request: int,
-    user: int,
-    phase: int,
-    first: int,
-    last: int,
-    candidates: int,
-) -> int:
-    """Write the rows of tokens [first, last) of the history and of the candidates to `keys`; return how many."""
-    tail, hot = history_rows(rows, keys, 0, request, user, phase, first, last)
-    n = candidate_rows(rows, keys, tail + hot, request, phase, candidates, 1)
-    return candidate_rows(rows, keys, n, request, phase, candidates, 0)
-
-
-@kernel
 def _locate(
     keys: npt.NDArray[np.int64],
-    n: int,
     ids: npt.NDArray[np.int64],
     tables: npt.NDArray[np.int16],
     table_count: int,
     table_rows: int,
 ) -> None:
     """Give each key its row: popular rows lie in turn in all tables; a key past them all shares another's place."""
-    for j in range(n):
+    for j in range(keys.size):
         row = keys[j]
         if row >= table_count * table_rows:
             row = reduce_range(mix(np.uint64(row)), table_rows) * table_count + row % table_count

@@ -1,6 +1,7 @@
 """Bytes that tell where they are from: rows a function of (table, id), KV pages of (user, epoch, page index).
 
-So whatever is served can be checked byte for byte without keeping a second copy of it.
+So whatever is served can be checked byte for byte without keeping a second copy of it. Taken for bf16 or float32, they
+are numbers of magnitude .5 to 1 of either sign, which a network can compute with.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ Bytes = npt.NDArray[np.uint8]
 _PAGE = np.uint64(0x9A6E)  # apart from rows
 _S3 = np.uint64(3)
 _BYTE = np.uint64(0xFF)
+# Of every 16 bits sign and mantissa of a bf16 are random, its exponent is -1; of a float32 they are the upper half.
+_RANDOM = np.uint64(0x807F807F807F807F)
+_EXPONENT = np.uint64(0x3F003F003F003F00)
 
 
 def make_table(table: int, rows: int, row_bytes: int) -> Bytes:
@@ -58,13 +62,18 @@ def _page_seed(user: int, epoch: int, index: int) -> np.uint64:
 
 
 @inner
+def _word(seed: np.uint64, at: int) -> np.uint64:
+    return mix(seed + np.uint64(at)) & _RANDOM | _EXPONENT
+
+
+@inner
 def _fill(out: Bytes, seed: np.uint64) -> None:
     whole = out.size // 8
     for w in range(whole):
-        word = mix(seed + np.uint64(w))
+        word = _word(seed, w)
         for b in range(8):
             out[8 * w + b] = np.uint8((word >> (np.uint64(b) << _S3)) & _BYTE)
-    word = mix(seed + np.uint64(whole))
+    word = _word(seed, whole)
     for b in range(8 * whole, out.size):
         out[b] = np.uint8((word >> (np.uint64(b - 8 * whole) << _S3)) & _BYTE)
 
@@ -74,10 +83,10 @@ def _wrong(found: Bytes, seed: np.uint64) -> int:
     wrong = 0
     whole = found.size // 8
     for w in range(whole):
-        word = mix(seed + np.uint64(w))
+        word = _word(seed, w)
         for b in range(8):
             wrong += found[8 * w + b] != np.uint8((word >> (np.uint64(b) << _S3)) & _BYTE)
-    word = mix(seed + np.uint64(whole))
+    word = _word(seed, whole)
     for b in range(8 * whole, found.size):
         wrong += found[b] != np.uint8((word >> (np.uint64(b - 8 * whole) << _S3)) & _BYTE)
     return wrong

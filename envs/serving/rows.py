@@ -259,6 +259,63 @@ def candidate_rows(
     return _draw(rows.edges, rows.hot_strata[phase], keys, start, seed, mean, part, phase, 1, 0, 1)
 
 
+@kernel
+def token_rows(
+    rows: RowState, keys: npt.NDArray[np.int64], request: int, user: int, phase: int, first: int, last: int
+) -> int:
+    """Write the rows of tokens [first, last) of the user's history to `keys`, token by token; return how many.
+
+    For a network, which wants of each token as many rows as there are features, all of them (rate 1): the law is that
+    of `history_rows`, the rows are others. They are a function of (user, token) if `phase` is one of the user.
+    """
+    features = rows.features[0]
+    width = rows.block_tokens[0]
+    n = 0
+    for token in range(first, last):
+        if rows.content[0] == ITEMS:
+            item = _item_of(rows, user, token)
+            for f in range(features):
+                keys[n + f] = item * features + f
+        else:
+            seed = mix2(_block_seed(rows, request, user, token // width), np.uint64(token % width + 1))
+            _draw_features(rows, keys, n, seed, phase)
+        n += features
+    return n
+
+
+@kernel
+def candidate_token_rows(
+    rows: RowState, keys: npt.NDArray[np.int64], start: int, request: int, phase: int, candidates: int
+) -> int:
+    """Write the rows of the request's candidates from `start` on, as `token_rows` does; return the new length."""
+    features = rows.features[0]
+    seed = mix2(np.uint64(request), _CANDIDATES)
+    for c in range(candidates):
+        own = mix2(seed, np.uint64(c))
+        if rows.content[0] == ITEMS:
+            item = rows.items[reduce_range(own, rows.items.size)]
+            for f in range(features):
+                keys[start + f] = item * features + f
+        else:
+            _draw_features(rows, keys, start, own, phase)
+        start += features
+    return start
+
+
+@inner
+def _draw_features(rows: RowState, keys: npt.NDArray[np.int64], start: int, seed: np.uint64, phase: int) -> None:
+    """Draw one token's rows, each of the phase's hot set or of the whole law."""
+    bins = rows.edges.size - 1
+    for f in range(rows.features[0]):
+        bits = mix2(seed, np.uint64(f + 1))
+        if (mix(bits) >> _S11) * _UNIT < rows.hot_fraction[phase]:
+            keys[start + f] = _HOT_KEY + (np.int64(phase) << np.int64(40)) + reduce_range(bits, rows.hot_strata[phase])
+        else:
+            at = (bits >> _S11) * _UNIT * bins
+            b = int(at)
+            keys[start + f] = np.int64(rows.edges[b] + (at - b) * (rows.edges[b + 1] - rows.edges[b]))
+
+
 @inner
 def _block_seed(rows: RowState, request: int, user: int, block: int) -> np.uint64:
     if rows.content[0] == BLOCKS:
@@ -311,16 +368,19 @@ def _stream_rows(rows: RowState, keys: npt.NDArray[np.int64], n: int, user: int,
     A token that the trace does not tell, such as one from before its start, reads an item of the log drawn by
     (user, token).
     """
-    start = rows.stream_start[user]
-    size = rows.stream_start[user + 1] - start
     for token in range(first, last):
-        at = token - rows.stream_from[user]
-        if 0 <= at < size:
-            item = rows.stream[start + at]
-        else:
-            item = rows.items[reduce_range(mix2(np.uint64(user), np.uint64(token)), rows.items.size)]
-        n = _item_rows(rows, keys, n, item)
+        n = _item_rows(rows, keys, n, _item_of(rows, user, token))
     return n
+
+
+@inner
+def _item_of(rows: RowState, user: int, token: int) -> int:
+    """Return the item of a token of the user's history."""
+    start = rows.stream_start[user]
+    at = token - rows.stream_from[user]
+    if 0 <= at < rows.stream_start[user + 1] - start:
+        return rows.stream[start + at]
+    return rows.items[reduce_range(mix2(np.uint64(user), np.uint64(token)), rows.items.size)]
 
 
 @inner

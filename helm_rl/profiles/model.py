@@ -8,8 +8,6 @@ from typing import Literal
 from helm_rl.errors import UserError
 from helm_rl.scenario import ModelSection
 
-_BYTES_PER_VALUE = 2  # bf16: weights, keys, values
-
 
 @dataclass(frozen=True)
 class ModelProfile:
@@ -25,6 +23,7 @@ class ModelProfile:
     features_per_token: int  # embedding rows read per token
     row_bytes: int
     candidates: int  # items scored per request
+    value_bytes: int = 2  # of a weight, key, value or embedding: 2 is bf16, 4 is float32
 
     @property
     def parameters(self) -> int:
@@ -40,7 +39,7 @@ class ModelProfile:
     @property
     def weight_bytes(self) -> int:
         """Bytes of `parameters` on the device."""
-        return self.parameters * _BYTES_PER_VALUE
+        return self.parameters * self.value_bytes
 
     @property
     def flops_per_token(self) -> float:
@@ -55,7 +54,7 @@ class ModelProfile:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES_PER_VALUE
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
 
 
 MODELS: dict[str, ModelProfile] = {

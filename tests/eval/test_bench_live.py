@@ -77,6 +77,18 @@ def test_figures_of_a_short_run(options: dict[str, Any], tmp_path: Path, capsys:
     assert all(name in printed for name in figures)
 
 
+def test_every_score_of_a_network_is_checked(options: dict[str, Any], tmp_path: Path) -> None:
+    network = "[model]\nprofile = 'hstu-3'\nlayers = 2\nd_model = 32\nheads = 1\nvalue_bytes = 4\n"
+    text = SCENARIO.replace("[model]\n", network).replace("head_dim = 8", "head_dim = 16")
+    (tmp_path / "short.toml").write_text(text)
+    assert cli.main(command(options, "--json", str(tmp_path / "figures.json"))) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    value = {name.removeprefix("live."): figure["value"] for name, figure in figures.items()}
+    assert value["lost"] == value["wrong_bytes"] == value["wrong_scores"] == value["pages_verified"] == 0
+    assert value["scores_verified"] == pytest.approx(16 * value["requests"], abs=16 * 40)
+    assert value["pages_moved"] > 0
+
+
 def test_a_machine_that_is_late_ends_when_the_time_is_over(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -112,7 +124,9 @@ def test_a_wrong_byte_ends_it_with_status_1_and_is_in_the_figures(
     with pytest.raises(SystemExit) as ended:
         cli.main(command(options | {"seconds": 0.3}, "--json", str(tmp_path / "figures.json")))
     assert str(ended.value).startswith("error: ")
-    assert str(ended.value).endswith(" bytes served were wrong")  # Python prints it, and exits with status 1
+    assert str(ended.value).endswith(
+        " bytes and 0 scores served were wrong"
+    )  # Python prints it, and exits with status 1
     assert json.loads((tmp_path / "figures.json").read_text())["figures"]["live.wrong_bytes"]["value"] > 0
 
 
@@ -144,14 +158,18 @@ def test_growth_and_slope_of_memory() -> None:
         ({}, None),
         ({"rss_growth_mib": GROWTH_LIMIT_MIB}, None),
         ({"rss_growth_mib": GROWTH_LIMIT_MIB + 1}, "memory is not flat"),
-        ({"wrong_bytes": 1}, "1 bytes served were wrong"),
+        ({"lost": 2}, "2 requests were neither served nor shed"),
+        ({"wrong_bytes": 1}, "1 bytes and 0 scores served were wrong"),
+        ({"wrong_scores": 3}, "0 bytes and 3 scores served were wrong"),
+        ({"pages_verified": 0, "scores_verified": 1}, None),
         ({"rows_verified": 0}, "nothing was checked"),
         ({"pages_verified": 0}, "nothing was checked"),
         ({"resizes": 0}, "no page changed owner"),
     ],
 )
 def test_verdict(change: dict[str, float], complaint: str | None) -> None:
-    values = {"wrong_bytes": 0, "rows_verified": 5, "pages_verified": 5, "resizes": 2, "rss_growth_mib": -3} | change
+    sound = {"lost": 0, "wrong_bytes": 0, "wrong_scores": 0, "rows_verified": 5, "pages_verified": 5}
+    values = sound | {"scores_verified": 0, "resizes": 2, "rss_growth_mib": -3} | change
     found = verdict({f"live.{name}": Figure(value, "", "lower") for name, value in values.items()})
     assert (found is None) if complaint is None else (found is not None and complaint in found)
 

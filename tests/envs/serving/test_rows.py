@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.serving.rows import POPULARITY_CLASSES, RowModel, build_rows, candidate_rows, history_rows
+from envs.serving.rows import (
+    POPULARITY_CLASSES,
+    RowModel,
+    build_rows,
+    candidate_rows,
+    candidate_token_rows,
+    history_rows,
+    token_rows,
+)
 from helm_rl.errors import UserError
 from helm_rl.workloads.trace import Trace
 from tests.envs.worlds import trace
@@ -357,3 +365,66 @@ def test_draws_fall_into_the_classes_of_popularity_by_their_shares(rate: float) 
     )
     counts = np.bincount(np.searchsorted(first, drawn, side="right") - 1, minlength=first.size)
     assert counts / drawn.size == pytest.approx(share, abs=4 * math.sqrt(0.06 / drawn.size) + 1e-9)
+
+
+def draw_tokens(model: RowModel, request: int, user: int, first: int, last: int, phase: int = 0) -> Int64Array:
+    """Return the rows of tokens [first, last), [tokens, 4]."""
+    keys = np.full(4 * (last - first) + 8, CANARY, np.int64)
+    assert token_rows(model.state, keys, request, user, phase, first, last) == 4 * (last - first)
+    assert (keys[4 * (last - first) :] == CANARY).all()
+    return keys[: 4 * (last - first)].reshape(-1, 4)
+
+
+@pytest.mark.parametrize("content", ["law", "items", "blocks"])
+def test_a_token_reads_as_many_rows_as_it_has_features_the_same_in_any_request(content: str) -> None:
+    columns: dict[str, Any] = {"block_tokens": 16, "items": range(100)} if content == "blocks" else {}
+    if content == "items":
+        columns = {"items": [5, 7, 9, 11, 13, 15]}
+    made = trace([0.0, 1.0], [3, 3], [800, 800], [3, 3], content=content, **columns)
+    model = build(made, rate=1.0)
+    whole = draw_tokens(model, 0, 3, 0, 700)
+    for first, last in ((0, 1), (16, 32), (31, 500), (699, 700)):
+        assert np.array_equal(draw_tokens(model, 0, 3, first, last), whole[first:last])
+    if content != "blocks":  # whose histories are those of the request
+        assert np.array_equal(draw_tokens(model, 1, 3, 0, 700), whole)
+        assert not np.array_equal(draw_tokens(model, 0, 4, 0, 700), whole)
+    if content == "items":
+        assert (whole // 4 == whole[:, :1] // 4).all()
+        assert (whole % 4 == np.arange(4)).all()
+
+
+@pytest.mark.parametrize("of", ["history", "candidates"])
+def test_tokens_draw_from_law_and_hot_set_in_their_shares(of: str) -> None:
+    """As `history_rows` does, at rate 1."""
+    items = 100_000
+    made = trace([0.0], history=5_000, zipf_items=0.8, law_items=items, hot=((0.0, 0), (0.4, 50)))
+    model = build(made, rate=1.0)
+    if of == "history":
+        keys = np.concatenate([draw_tokens(model, 0, user, 0, 5_000, phase=1).ravel() for user in range(10)])
+    else:
+        keys = np.empty(200_000, np.int64)
+        assert candidate_token_rows(model.state, keys, 0, 0, 1, 50_000) == 200_000
+    hot = keys >= 2**60
+    assert hot.mean() == pytest.approx(0.4, abs=0.01)
+    _, counts = np.unique(keys[hot], return_counts=True)
+    assert counts.size == 50
+    assert counts.max() < 1.2 * counts.mean()
+    assert set(np.unique(keys[hot])) <= set(draw(model, 0, 0, 0, 5_000, phase=1)[1])
+    probability = np.arange(1, items + 1) ** -0.8
+    expected = np.cumsum(probability) / probability.sum()
+    for rank in (10, 1_000, 30_000):
+        assert (keys[~hot] < rank).mean() == pytest.approx(expected[rank - 1], abs=0.01)
+
+
+def test_candidates_tokens_are_new_in_each_request_and_items_where_the_log_has_some() -> None:
+    made = trace([0.0, 1.0], [3, 3], 800, 3, content="items", items=[5, 7, 9, 11, 13, 15])
+    model = build(made, rate=1.0)
+    keys = np.full((2, 90), CANARY, np.int64)
+    for request in range(2):
+        assert candidate_token_rows(model.state, keys[request], 2, request, 0, 20) == 82
+    assert (keys[:, :2] == CANARY).all()
+    assert (keys[:, 82:] == CANARY).all()
+    rows = keys[:, 2:82].reshape(2, 20, 4)
+    assert not np.array_equal(rows[0], rows[1])
+    assert set((rows // 4).ravel().tolist()) <= {5, 7, 9, 11, 13, 15}
+    assert (rows % 4 == np.arange(4)).all()

@@ -45,7 +45,7 @@ class ControlProcess:
         try:
             return str(self._events["reload"].get(timeout=_START_S)["result"])
         except queue.Empty:
-            raise RuntimeError(f"the control process has not reloaded within {_START_S:g} s") from None
+            raise RuntimeError(f"no bundle was loaded within {_START_S:g} s (exit status {self.status})") from None
 
     def metrics(self) -> Counter[str]:
         """Scrape it; by the sample's name and the values of its labels."""

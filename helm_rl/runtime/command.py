@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import signal
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -19,14 +22,14 @@ from helm_rl.errors import UserError
 from helm_rl.runtime.adapters.http import HttpAdapter
 from helm_rl.runtime.counters import Adapter, Counters
 from helm_rl.runtime.loop import ControlLoop
-from helm_rl.runtime.mapping import load_mapping
+from helm_rl.runtime.mapping import Mapping, load_mapping
 from helm_rl.runtime.monitor import Monitor, journal
 from helm_rl.runtime.steering import steering_of
 
 _DEFAULT_INTERVAL_S = 1.0
 _TIMEOUT = 0.9  # of an interval: an answer after that is no use to the next decision either
 _LOOK_S = 0.5  # between looks whether the loop is still alive
-_SIGNALS = {signal.SIGHUP, signal.SIGTERM, signal.SIGINT}
+_SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
@@ -68,14 +71,68 @@ def main(args: Args) -> None:
         UserError: the bundle, the mapping or an option is wrong, or the port is taken.
         RuntimeError: the loop itself failed.
     """
+    with _signals() as came:
+        _control(args, load_bundle(args.bundle), came)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Yield a socket from which each signal that has come can be read as a byte, its number.
+
+    From the first moment on, and whichever thread the system hands it to: threads that NumPy's libraries have made
+    block none. Handlers that do more than this would run between any two steps of the main thread.
+    """
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        writer.setblocking(False)
+        wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        try:
+            yield reader
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
+
+
+def _control(args: Args, bundle: Bundle, came: socket.socket) -> None:
+    monitor = Monitor(journal())
+    monitor.bundle = _labels(bundle)
     mapping = load_mapping(args.mapping)
-    bundle = load_bundle(args.bundle)
-    trained = bundle.config.bounds.interval_s
-    interval_s = args.interval_s
-    if interval_s is None:
-        interval_s = trained[0] if len(trained) == 1 else _DEFAULT_INTERVAL_S
+    interval_s = _interval_s(args, bundle)
     steering = steering_of(bundle, interval_s)
-    adapter: Adapter = HttpAdapter(
+    loop = ControlLoop(
+        _adapter(args, mapping, interval_s),
+        steering,
+        interval_s,
+        slo_ms=args.slo_ms,
+        alpha0=mapping.alpha0,
+        watch=monitor.watch,
+    )
+    monitor.attach(loop)
+    host, port = _address(args.listen)
+    server, _ = _serve(monitor, host, port)
+    metrics = f"http://{host}:{server.server_port}/metrics"
+    told = {"url": args.url, "metrics": metrics, "bundle": str(args.bundle), "interval_s": interval_s}
+    monitor.say("start", told | monitor.bundle)
+    try:
+        with loop:
+            _heed_signals(args, loop, monitor, came)
+    finally:
+        server.shutdown()
+        server.server_close()
+        monitor.say("stop", {"alpha": loop.status.applied, "intervals": loop.status.intervals})
+
+
+def _interval_s(args: Args, bundle: Bundle) -> float:
+    if args.interval_s is not None:
+        return args.interval_s
+    trained = bundle.config.bounds.interval_s
+    return trained[0] if len(trained) == 1 else _DEFAULT_INTERVAL_S
+
+
+def _adapter(args: Args, mapping: Mapping, interval_s: float) -> Adapter:
+    adapter = HttpAdapter(
         args.url,
         mapping,
         target_url=args.target_url,
@@ -83,32 +140,12 @@ def main(args: Args) -> None:
         period_s=math.inf if args.read_s is None else _checked(args.read_s),
     )
     if args.dry_run:
-        adapter = DryRun(adapter, mapping.alpha0)
-    elif "alpha" not in mapping.signals and args.target_url is None:
+        return DryRun(adapter, mapping.alpha0)
+    if "alpha" not in mapping.signals and args.target_url is None:
         raise UserError(
             f"--mapping {args.mapping}: such a server takes no targets: give --target-url of what does, or --dry-run"
         )
-    monitor = Monitor(journal())
-    monitor.bundle = _labels(bundle)
-    loop = ControlLoop(adapter, steering, interval_s, slo_ms=args.slo_ms, alpha0=mapping.alpha0, watch=monitor.watch)
-    monitor.attach(loop)
-    host, port = _address(args.listen)
-    # From here on signals wait until they are asked for, in all threads.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        server, _ = _serve(monitor, host, port)
-        metrics = f"http://{host}:{server.server_port}/metrics"
-        told = {"url": args.url, "metrics": metrics, "bundle": str(args.bundle), "interval_s": interval_s}
-        monitor.say("start", told | monitor.bundle)
-        try:
-            with loop:
-                _heed_signals(args, loop, monitor, interval_s)
-        finally:
-            server.shutdown()
-            server.server_close()
-            monitor.say("stop", {"alpha": loop.status.applied, "intervals": loop.status.intervals})
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return adapter
 
 
 def _serve(monitor: Monitor, host: str, port: int) -> tuple[WSGIServer, Thread]:
@@ -118,18 +155,20 @@ def _serve(monitor: Monitor, host: str, port: int) -> tuple[WSGIServer, Thread]:
         raise UserError(f"--listen {host}:{port}: {error.strerror or error}") from None
 
 
-def _heed_signals(args: Args, loop: ControlLoop, monitor: Monitor, interval_s: float) -> None:
+def _heed_signals(args: Args, loop: ControlLoop, monitor: Monitor, came: socket.socket) -> None:
     """Reload and go on, until a signal or a failure of the loop ends it."""
+    came.settimeout(_LOOK_S)
     while loop.running:
-        came = signal.sigtimedwait(_SIGNALS, _LOOK_S)
-        if came is None:
+        try:
+            number = came.recv(1)[0]
+        except TimeoutError:
             continue
-        if came.si_signo != signal.SIGHUP:
-            monitor.say("signal", {"name": signal.Signals(came.si_signo).name})
+        if number != signal.SIGHUP:
+            monitor.say("signal", {"name": signal.Signals(number).name})
             return
         try:
             bundle = load_bundle(args.bundle)
-            loop.replace(steering_of(bundle, interval_s))
+            loop.replace(steering_of(bundle, loop.interval_s))
         except Exception as error:  # whatever it is, the last good one goes on
             monitor.reloads["bad"] += 1
             monitor.say("reload", {"result": "bad", "detail": str(error)}, logging.ERROR)

@@ -276,7 +276,7 @@ class ControlLoop:
         try:
             return self._tick()
         except Exception as error:  # of a controller of the user's own: the serving must not feel it
-            self._trouble, self._detail = Cause.DECISION, repr(error)
+            self._fresh, self._trouble, self._detail = False, Cause.DECISION, repr(error)
             return False
 
     def _tick(self) -> bool:

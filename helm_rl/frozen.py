@@ -78,7 +78,7 @@ def freeze(bundle: Bundle, interval_s: float | None = None) -> Frozen:
         alpha_min=bounds.alpha_min,
         alpha_max=bounds.alpha_max,
         rate_per_s=bounds.rate_per_s,
-        interval_s=bounds.interval_s[0] if interval_s is None else interval_s,
+        interval_s=helm.base.interval_s,
         policy_sha256=bundle.config.files[POLICY_FILE],
     )
 

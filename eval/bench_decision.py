@@ -17,6 +17,7 @@ from rich.table import Table
 
 from eval import whole_decision
 from eval.command import console, figure_table
+from eval.decision_peers import ABOUT, HELM
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
 
@@ -76,7 +77,7 @@ def main(args: Args) -> None:
     figures = whole_decision.figures_of(measured)
     out = console()
     out.print(times_table(figures))
-    shown = {name: figure for name, figure in figures.items() if name.rpartition(".")[2] not in whole_decision.ABOUT}
+    shown = {name: figure for name, figure in figures.items() if name.rpartition(".")[2] not in ABOUT}
     out.print(figure_table("The whole controller, on one core", shown))
     out.print(whole_decision.limits(measured))
     for sentence in measured.left_out:
@@ -92,8 +93,8 @@ def times_table(figures: dict[str, Figure]) -> Table:
     table.add_column("what")
     for quantile in ("p50", "p99", "p99.9"):
         table.add_column(quantile, justify="right")
-    for name, about in whole_decision.ABOUT.items():
-        ending = "" if name == whole_decision.HELM else f".{name}"
+    for name, about in ABOUT.items():
+        ending = "" if name == HELM else f".{name}"
         found = [figures.get(f"decision.{quantile}_us{ending}") for quantile in ("p50", "p99", "p999")]
         table.add_row(about, *("missing" if figure is None else f"{figure.value:.2f}" for figure in found))
     return table

@@ -199,6 +199,8 @@ def model_card(
         f"is added to the target alpha, which stays within [{bounds.alpha_min:g}, {bounds.alpha_max:g}].",
         f"Network: {len(observation.names)} normalised features, {hidden} {network.activation} units, "
         f"{network.action_size} action; it runs compiled, without torch.",
+        "What it must not decide upon (NaN, out of range, stale) leaves the target at the last safe one;",
+        "`policy.fallbacks()` counts such decisions by their causes.",
         *[f"Above it: {_LAYERS[name]} (`{name}`)." for name in layers],
         "",
         "## Training",

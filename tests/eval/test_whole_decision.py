@@ -12,17 +12,8 @@ import pytest
 
 from eval import whole_decision
 from eval.bench_decision import times_table
-from eval.whole_decision import (
-    ABOUT,
-    HELM,
-    PEERS,
-    Contest,
-    Measured,
-    figures_of,
-    growth_bytes,
-    interleaved,
-    limits,
-)
+from eval.decision_peers import ABOUT, HELM, PEERS, Call, Contest
+from eval.whole_decision import Measured, figures_of, growth_bytes, interleaved, limits
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +69,7 @@ def test_times_are_those_of_single_calls_in_turns(monkeypatch: pytest.MonkeyPatc
     turns: list[str] = []
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
 
-    def taking(name: str, ns: int) -> whole_decision.Call:
+    def taking(name: str, ns: int) -> Call:
         def call(i: int) -> float:
             turns.append(name)
             now[0] += ns + (900 if i == 3 else 0)

@@ -395,6 +395,9 @@ class LiveNode:
         latency.count(self._took, 1.0)
         latency.shed(self._latency, 0)
         self._window_stats(0, 0.5, 0)
+        for alpha in (self.scenario.control.alpha_min, self.scenario.control.alpha_max):
+            self.set_target(alpha)
+            self.pool.migrate(self.pages)
         self._shut_down()
 
     def _serve_largest(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import queue
 import threading
@@ -11,9 +10,10 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 from eval.control.faults import END, EVENTS, FAULTS, HUGE_BYTES, Values, tampered
+from helm_rl.runtime.server import QuietServer
 
 _UPSTREAM_S = 5.0
 _DRIPS = 200
@@ -49,18 +49,15 @@ class FaultProxy:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                with contextlib.suppress(OSError):  # who asked has gone
-                    proxy._get(self)
+                proxy._get(self)
 
             def do_POST(self) -> None:
-                with contextlib.suppress(OSError):
-                    proxy._post(self)
+                proxy._post(self)
 
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = QuietServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()

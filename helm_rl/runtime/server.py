@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -93,8 +94,7 @@ class HookServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing: a scrape a second is no news."""
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        self._server = QuietServer((host, port), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="helm-hooks", args=(0.05,), daemon=True)
         self._thread.start()
 
@@ -109,6 +109,17 @@ class HookServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class QuietServer(ThreadingHTTPServer):
+    """A server that says nothing of clients who have gone before they had their answer."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Pass over what the connection raised; anything else is a fault of ours, and is printed."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Once:

@@ -12,6 +12,7 @@ from cache_engine.jit import MOST_BYTES
 from helm_rl.control import burst, kernel
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.burst import BurstSettings, BurstState, new_burst_state
+from helm_rl.control.guard import Mode
 from helm_rl.control.protocol import FloatArray
 from helm_rl.control.recovery import RETURNING, Recovery, new_recovery
 from helm_rl.control.residual import Residual
@@ -25,6 +26,7 @@ CAUSES = ("not_finite", "out_of_range", "stale", "late", "no_alpha", "network")
 too old; the call came too late; no applied alpha is known where one is needed; the network overflowed."""
 
 _FOREVER_NS = 1 << 62
+_OFF = Mode.OFF.value
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,9 @@ class Helm:
     learns, from windows of feedback, before it. What is shown is checked before it is decided upon. Where that fails
     the target stays at the last safe alpha, the last that was decided upon; before there is one, at the applied alpha,
     within the bounds; where that is no number within [0, 1] either, NaN comes out: leave alone what is applied.
-    `fallbacks` counts these by their causes. While a burst is on only the share of hot users has to be valid, for the
-    rule reads nothing else.
+    `fallbacks` counts these by their causes; with them late calls, after which the target moves by one interval's step
+    at most, and overflows of the network, by which the policy's own target does not move. While a burst is on only the
+    share of hot users has to be valid, for the rule reads nothing else.
 
     Args:
         base: the frozen policy.
@@ -104,7 +107,7 @@ class Helm:
         self._state = self._gathered()
         kernel.store(self._memory, self._state)
         # So that no later call has to compile; what is so old changes nothing but a count.
-        kernel.decide(self._memory, math.nan, 0, _FOREVER_NS, 0)
+        kernel.decide(self._memory, math.nan, 0, _FOREVER_NS, _OFF)
         self._counts[: len(CAUSES)] = 0
         self._counts[kernel.DECIDED_NS] = burst.UNSET
         self._numbers[kernel.SAFE] = math.nan
@@ -155,7 +158,7 @@ class Helm:
             if np.shape(observation) != (SIZE,):
                 raise ValueError(f"expected an observation of shape ({SIZE},), got {np.shape(observation)}") from None
             self._observation[:] = observation
-        adapter, mode = self._learns, 0
+        adapter, mode = self._learns, _OFF
         if adapter is not None:
             if adapter.pending is not None and not (self.recovery is not None and self.recovery.steers):
                 adapter.learn(self._observation)

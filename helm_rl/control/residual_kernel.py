@@ -22,6 +22,7 @@ from helm_rl.control.base import (
     normalise,
     within,
 )
+from helm_rl.control.guard import Mode
 from helm_rl.control.protocol import FloatArray
 from helm_rl.observation import SIZE
 
@@ -35,8 +36,7 @@ ODDS = 3  # that the network gave when the side was drawn, -1 to 1
 DRAW = 4  # uniform in [0, 1), to draw the next side with; NaN: used
 N_ADAPTER = 5
 
-# What a block is for: the values of `guard.Mode`
-_TRY, _ACT = 1, 2
+_TRY, _ACT = Mode.TRY.value, Mode.ACT.value
 
 
 class NetState(NamedTuple):

@@ -161,7 +161,8 @@ class Comparison:
     """The whole evaluation.
 
     rows: those of the table, in order; deployable_basis: how that static's alpha was chosen; effort: of the search for
-    the reference, None where it is the best of every static and the per-segment optimum.
+    the reference, None where it is the best of every static and the per-segment optimum; family: what its figures'
+    names begin with.
     """
 
     scenario: Scenario
@@ -174,6 +175,7 @@ class Comparison:
     step: float
     effort: Effort | None = None
     notes: tuple[str, ...] = field(default=())
+    family: str = FAMILY
 
     def estimate(self, key: str, metric: str) -> Estimate:
         """One metric of one controller over the seeds."""
@@ -201,7 +203,7 @@ class Comparison:
 
     def figures(self) -> dict[str, Figure]:
         """Every figure of this evaluation, by name. No timing is among them: the same seed gives the same figures."""
-        pattern = f"{FAMILY}.{figure_word(self.pattern)}"
+        pattern = f"{self.family}.{figure_word(self.pattern)}"
         found: dict[str, Figure] = {}
         for row in self.rows:
             for metric in METRICS:
@@ -289,7 +291,7 @@ def compare(
         if trace is not None:
             deployable = swept.opening.best
         work.describe(f"arrivals {index + 1} of {len(draws)}: controllers")
-        rows = (*policies, *_fixed_rows(half, deployable, effort))
+        rows = (*policies, *fixed_rows(half, deployable, effort))
         results.append(_controllers(scenario, arrivals, work, seed, swept, half, deployable, policies, effort))
         if swept.part.sparse and trace is None:
             raise UserError(
@@ -344,8 +346,12 @@ def draw_arrivals(scenario: Scenario, seed: int | None) -> Trace:
     return generate(scenario, seed=seed)
 
 
-def steady_optimum(scenario: Scenario, work: Work, draws: int, first_seed: int, step: float) -> tuple[Curve, float]:
+def steady_optimum(
+    scenario: Scenario, work: Work, draws: int, first_seed: int, step: float, segments: bool = True
+) -> tuple[Curve, float]:
     """Sweep the Steady load and return its curve, averaged over the draws, and the alpha at its minimum.
+
+    segments: sweep around the minima of its minutes, too.
 
     Raises UserError where the scenario has no base load.
     """
@@ -359,7 +365,7 @@ def steady_optimum(scenario: Scenario, work: Work, draws: int, first_seed: int, 
     for index in range(draws):
         work.describe(f"Steady arrivals {index + 1} of {draws}: statics")
         arrivals = draw_arrivals(steady, STEADY_SEEDS_FROM + first_seed + index)
-        swept.append(sweep_adaptively(steady, arrivals, work, step))
+        swept.append(sweep_adaptively(steady, arrivals, work, step, segments=segments))
     pooled = pooled_curve(swept, step)
     return pooled, pooled.best
 
@@ -379,7 +385,7 @@ def _overloaded(scenario: Scenario, results: Sequence[SeedResult]) -> list[str]:
     return [f"{where} every static sheds more than 1 % of the requests: alpha* means nothing there"]
 
 
-def _fixed_rows(half: float, deployable: float, effort: Effort | None) -> tuple[Row, ...]:
+def fixed_rows(half: float, deployable: float, effort: Effort | None) -> tuple[Row, ...]:
     """The rows that stand beside every policy, in the order of the table."""
     searched = Row(REFERENCE, "reference", "the best schedule found offline, transitions included, all arrivals known")
     return (

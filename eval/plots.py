@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import matplotlib as mpl
 import numpy as np
@@ -108,17 +108,19 @@ _STYLE: dict[str, Any] = {
     "svg.hashsalt": "helm-rl",
 }
 
-Draw = Callable[[Comparison, bool], Figure]
+_Subject = TypeVar("_Subject")
+Draw = Callable[[_Subject, bool], Figure]
+"""Draws something, for a wide page or a narrow one."""
 
 
-def svg(draw: Draw, comparison: Comparison, narrow: bool) -> bytes:
-    """Draw one plot and return it as SVG: the same comparison gives the same bytes."""
+def svg(draw: Draw[_Subject], subject: _Subject, narrow: bool) -> bytes:
+    """Draw one plot and return it as SVG: the same subject gives the same bytes."""
     size = 8.0 if narrow else 9.0
     style = dict(_STYLE)
     style |= dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize", "legend.fontsize"), size)
     style |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), size - 0.5)
     with mpl.rc_context(style):  # type: ignore[arg-type]
-        figure = draw(comparison, narrow)
+        figure = draw(subject, narrow)
         FigureCanvasSVG(figure)
         file = io.BytesIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": "helm-rl"})

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import importlib.metadata
-import platform
-import re
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-import jinja2
 import numpy as np
 
 from eval import plots
 from eval.comparison import DEPLOYABLE, HINDSIGHT, OPTIMUM, POLICY, Comparison, provenance
+from eval.page import Plot, Tile, data_uri, keep_units, made_by, template
 from eval.summary import footnotes, headline, segments
 from eval.wording import alpha, flat_set, interval_ms, milliseconds, percent, times
 from helm_rl import __version__
-from helm_rl.figures import command, machine
+from helm_rl.figures import command
 from helm_rl.files import write_text
-
-PACKAGES = ("numpy", "numba", "torch", "gymnasium")
-"""Packages whose versions a result may depend on."""
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One plot of the page: its two drawings as data URIs, what it shows in words, its caption."""
-
-    name: str
-    title: str
-    wide: str
-    narrow: str
-    alt: str
-    caption: str
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One number at the top of the page."""
-
-    value: str
-    label: str
 
 
 def write_report(path: Path, comparison: Comparison, extra: dict[str, str] | None = None) -> None:
@@ -52,15 +23,11 @@ def write_report(path: Path, comparison: Comparison, extra: dict[str, str] | Non
 
 def render(comparison: Comparison, extra: dict[str, str] | None = None) -> str:
     """Return the page: HTML without script, without anything to fetch."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("eval"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
     policy = any(row.key == POLICY for row in comparison.rows)
-    return environment.get_template("report.html.j2").render(
+    return template("report.html.j2").render(
         title=f"{comparison.pattern}: {'a policy beside ' if policy else ''}static splits",
         scenario=comparison.scenario,
-        headline=_keep_units(headline(comparison)),
+        headline=keep_units(headline(comparison)),
         tiles=_tiles(comparison),
         rows=_rows(comparison),
         draws=len(comparison.results),
@@ -123,11 +90,6 @@ def _rows(comparison: Comparison) -> list[dict[str, str]]:
             }
         )
     return found
-
-
-def _keep_units(text: str) -> str:
-    """Put a no-break space between a number and its unit."""
-    return re.sub(r"(?<=\d) (?=(ms|%|s)\b|%)", "\N{NO-BREAK SPACE}", text)
 
 
 def _segments(comparison: Comparison) -> list[dict[str, str]]:
@@ -197,13 +159,9 @@ def _plots(comparison: Comparison) -> list[Plot]:
     ]
 
 
-def _plot(name: str, title: str, draw: plots.Draw, comparison: Comparison, alt: str, caption: str) -> Plot:
-    wide, narrow = (_data_uri(plots.svg(draw, comparison, narrow)) for narrow in (False, True))
+def _plot(name: str, title: str, draw: plots.Draw[Comparison], comparison: Comparison, alt: str, caption: str) -> Plot:
+    wide, narrow = (data_uri(plots.svg(draw, comparison, narrow)) for narrow in (False, True))
     return Plot(name, title, wide, narrow, alt, caption)
-
-
-def _data_uri(svg: bytes) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
 
 
 def _limits(comparison: Comparison) -> list[str]:
@@ -222,16 +180,8 @@ def _limits(comparison: Comparison) -> list[str]:
 
 
 def _run(comparison: Comparison) -> dict[str, str]:
-    about = machine()
-    versions = [f"helm-rl {__version__}", f"Python {platform.python_version()}"]
-    versions += [f"{package} {importlib.metadata.version(package)}" for package in PACKAGES]
     found = {"command": command(), **provenance(comparison)}
     timed = [result.runs[POLICY].decide_us for result in comparison.results if POLICY in result.runs]
     if timed:
         found["one decision"] = f"{np.median(timed):.0f} µs (median, here; not part of the latency)"
-    return {
-        **found,
-        "versions": ", ".join(versions),
-        "machine": f"{about['processor']}, {about['cores']} cores, {about['system']}",
-        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    }
+    return found | made_by()

@@ -291,24 +291,26 @@ def measure(args: Args, scenario: Scenario, work: Work) -> Result:
     work.plan((len(routers) + len(ways)) * args.seeds)
     for seed in range(args.seed, args.seed + args.seeds):
         work.describe(f"draw {seed}")
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         if ways:
             trace = generate(several, SEEDS_FROM + seed)
             for way in ways:
                 rate = several.control.rate_per_s if way == HELM else None
                 make = functools.partial(RegimeRule, found.cold, found.hot, found.threshold, rate)
-                jobs.append(_Job(_way(several, way), trace, make, found.cold))
+                jobs.append(Job(reallocating(several, way), trace, make, found.cold))
         if routers:
             trace = generate(one, SEEDS_FROM + seed)
             make_static = functools.partial(StaticAlpha, found.whole)
-            jobs += [_Job(_with_router(one, router), trace, make_static, found.whole) for router in routers]
-        served = work.map(lambda job: _serve(job, work), jobs)
+            jobs += [Job(with_router(one, router), trace, make_static, found.whole) for router in routers]
+        served = work.map(lambda job: serve(job, work.advance), jobs)
         for runs, each in zip([*ways.values(), *routers.values()], served, strict=True):
             runs.append(each)
     return Result(several if ways else one, routers, ways, found, _bursts(several) if ways else ())
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
+    """What serves which arrivals, under controllers of which kind, from which alpha on."""
+
     scenario: Scenario
     trace: Trace
     make: Callable[[], Controller]
@@ -333,18 +335,19 @@ def _bursts(scenario: Scenario) -> tuple[tuple[float, float], ...]:
     return tuple((phase.start_s, phase.start_s + phase.seconds) for phase in scenario.load.phase)
 
 
-def _with_router(scenario: Scenario, router: str) -> Scenario:
+def with_router(scenario: Scenario, router: str) -> Scenario:
+    """Return the scenario behind another router."""
     return scenario.model_copy(update={"router": scenario.router.model_copy(update={"policy": router})})
 
 
-def _way(scenario: Scenario, way: str) -> Scenario:
+def reallocating(scenario: Scenario, way: str) -> Scenario:
     """Return the scenario as this way of reallocating has it: router, migration and refill."""
     if way in (HELM, HELM_PAGES):
-        return _with_router(scenario, "helm")
+        return with_router(scenario, "helm")
     hardware = scenario.hardware.model_copy(update={"refill_share": 0.0})
     control = scenario.control.model_copy(update={"migrate_pages_per_s": AT_ONCE_PAGES_PER_S})
     sudden = scenario.model_copy(update={"hardware": hardware, "control": control})
-    return _with_router(sudden, NAIVE_ROUTER if way == NAIVE else "helm")
+    return with_router(sudden, NAIVE_ROUTER if way == NAIVE else "helm")
 
 
 def find_alphas(scenario: Scenario, work: Work, seed: int) -> Alphas:
@@ -373,21 +376,24 @@ def _middle(scenario: Scenario, trace: Trace) -> float:
     return float(np.mean(ratios))
 
 
-def _serve(job: _Job, work: Work) -> Served:
+def serve(job: Job, advance: Callable[[float], None] | None = None) -> Served:
+    """Replay on a cluster and reduce it; `advance` is told the parts of it that are done."""
     from envs.serving.replay import replay_cluster
 
     scenario = job.scenario
     seconds = scenario.seconds + scenario.warm_s
     done = 0.0
 
-    def advance(_: int) -> None:
+    def told(_: int) -> None:
         nonlocal done
         step = min(scenario.control.interval_s / seconds, 1.0 - done)
         done += step
-        work.advance(step)
+        if advance is not None:
+            advance(step)
 
-    result = replay_cluster(scenario, job.trace, job.make, alpha0=job.alpha, advance=advance)
-    work.advance(1.0 - done)
+    result = replay_cluster(scenario, job.trace, job.make, alpha0=job.alpha, advance=told)
+    if advance is not None:
+        advance(1.0 - done)
     return reduce(result, job.trace, scenario)
 
 

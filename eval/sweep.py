@@ -216,7 +216,7 @@ def sweep(
     try:
         part = measured_part(trace)
         runs = _replay_statics(scenario, trace, part, alphas, {}, work)
-        return _curves(part, runs, STEP)
+        return curves_of(part, runs, STEP)
     finally:
         work.close()
 
@@ -228,21 +228,23 @@ def sweep_adaptively(
     step: float = STEP,
     also: Iterable[float] = (),
     opening: bool = False,
+    coarse_step: float = COARSE_STEP,
+    segments: bool = True,
 ) -> Sweep:
     """Replay a coarse grid, then `step` around the minima of the whole run and of every segment, until each is
     enclosed.
 
     A minimum is enclosed when every alpha of the fine grid within REACH of it has been replayed. also: alphas to replay
-    besides, such as .5; opening: enclose the minimum of the first quarter too.
+    besides, such as .5; opening: enclose the minimum of the first quarter too; segments: enclose those of the segments.
     """
     part = measured_part(trace)
     grid = alpha_grid(scenario.control.alpha_min, scenario.control.alpha_max, step)
-    every = max(1, round(COARSE_STEP / step))
+    every = max(1, round(coarse_step / step))
     coarse = sorted({*grid[::every], grid[-1], *(round(alpha, 6) for alpha in also)})
     runs = _replay_statics(scenario, trace, part, coarse, {}, work)
     while True:
-        found = _curves(part, runs, step)
-        curves = [found.whole, *found.settled, *([found.opening] if opening else [])]
+        found = curves_of(part, runs, step)
+        curves = [found.whole, *(found.settled if segments else ()), *([found.opening] if opening else [])]
         wanted = {alpha for each in curves for alpha in _around(grid, each.best, _steps(step))}
         missing = wanted - runs.keys()
         if not missing:
@@ -333,7 +335,8 @@ def _replay_statics(
     return dict(sorted({**known, **dict(zip(missing, found, strict=True))}.items()))
 
 
-def _curves(part: Measured, runs: dict[float, Run], step: float) -> Sweep:
+def curves_of(part: Measured, runs: dict[float, Run], step: float) -> Sweep:
+    """Return the curves over statics that have been replayed (alpha -> its run, ascending), `step` apart at minima."""
     alphas = list(runs)
     whole = curve(alphas, [run.p99_ms for run in runs.values()], step)
     settled = np.array([run.settled_p99_ms for run in runs.values()])

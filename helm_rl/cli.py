@@ -55,6 +55,8 @@ COMMANDS: dict[str, Command] = {
     "eval ratio-gap": Command(
         "measuring", "eval.ratio_gap:main", "distance of a policy's split from each segment's best one"
     ),
+    "eval suite": Command("measuring", "eval.suite.command:main", "a policy beside all others, over many loads"),
+    "eval compare": Command("measuring", "eval.suite.compare:main", "two suites side by side, draw by draw"),
     "eval learning": Command("measuring", "eval.learning:main", "learning curves of training runs, side by side"),
     "eval headroom": Command(
         "measuring", "eval.headroom:main", "what adapting the split could gain on a trace of one's own"

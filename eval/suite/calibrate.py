@@ -69,14 +69,14 @@ def _largest(steady: Scenario, hot: float) -> float | None:
     return largest_that_holds(holds, LEAST_RATE)
 
 
-def pattern(steady: Scenario, rate: float, hot: float) -> Scenario:
+def pattern(steady: Scenario, rate: float, hot: float, seconds: float = SECONDS) -> Scenario:
     """Return the pattern of `rate` requests/s of which a share is of users who stay."""
     (staying,) = load_scenario("burst").load.phase
     coming = staying.model_copy(
-        update={"start_s": 0.0, "seconds": SECONDS, "ramp_s": RAMP_S, "rate": rate * hot, "label": "hot"}
+        update={"start_s": 0.0, "seconds": seconds, "ramp_s": RAMP_S, "rate": rate * hot, "label": "hot"}
     )
     load = steady.load.model_copy(update={"rate": rate * (1 - hot), "phase": (coming,) if hot else ()})
-    return steady.model_copy(update={"seconds": SECONDS, "load": load})
+    return steady.model_copy(update={"seconds": seconds, "load": load})
 
 
 def _settled(trace: Trace) -> Span:

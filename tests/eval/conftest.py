@@ -23,7 +23,12 @@ MakeBundle = Callable[..., Path]
 
 @pytest.fixture
 def make_bundle(tmp_path: Path) -> MakeBundle:
-    """Write a bundle whose mean action is always `action` (weights zero, last bias `action`)."""
+    """Write a bundle, in this test's folder, whose mean action is always `action`."""
+    return bundle_maker(tmp_path)
+
+
+def bundle_maker(folder: Path) -> MakeBundle:
+    """Return what writes such bundles into a folder: weights zero, last bias `action`."""
 
     def make(name: str = "bundle", action: float = 0.0, interval_s: float = 1.0, alpha_max: float = 0.9) -> Path:
         network = NetworkSection(hidden=(4,), action_size=1, observation_clip=10.0, epsilon=1e-8)
@@ -52,7 +57,7 @@ def make_bundle(tmp_path: Path) -> MakeBundle:
             helm_rl_version="0",
         )
         save_bundle(
-            tmp_path / name,
+            folder / name,
             tensors,
             network=network,
             observation=observation,
@@ -61,6 +66,6 @@ def make_bundle(tmp_path: Path) -> MakeBundle:
             training=training,
             card="# made by a test\n",
         )
-        return tmp_path / name
+        return folder / name
 
     return make

@@ -122,6 +122,8 @@ def test_the_commands_of_this_release() -> None:
         "eval routing",
         "eval reward",
         "eval telemetry",
+        "eval suite",
+        "eval compare",
         "eval learning",
         "eval headroom",
         "eval map",

@@ -1,0 +1,20 @@
+"""Measuring what a suite lacks, in processes, with the time that is left."""
+
+from __future__ import annotations
+
+from eval.processes import Task, working_processes
+from eval.suite.plan import OVERHEAD_S
+from eval.suite.suite import Suite
+from eval.suite.tasks import perform
+
+
+def run(suite: Suite, jobs: int) -> None:
+    """Measure every result that is not there yet; each is stored as it comes, and an interrupt loses those at work."""
+    total = sum(suite.plan.stage_cpu_s().values()) + jobs * OVERHEAD_S
+    with working_processes(jobs) as workers:
+        bar = workers.progress.add_task("", total=total)
+        for stage in suite.stages():
+            missing = [result for result in stage.results if suite.get(result) is None]
+            workers.progress.update(bar, description=f"{stage.title}, {len(missing)} results")
+            workers.progress.advance(bar, sum(result.cpu_s for result in stage.results if suite.get(result)))
+            workers.run([Task(perform, (result,), result.cpu_s) for result in missing], suite.store.add, bar)

@@ -129,7 +129,8 @@ def complete(state: LatencyState, request: int, latency_ms: float) -> None:
 @inner
 def bin_of(latency_ms: float) -> int:
     """Return the bin of the sketch for a latency above 0; those beyond either end belong to the last bin there."""
-    return min(max(int(math.log(latency_ms / SKETCH_LOW_MS) / SKETCH_WIDTH), 0), SKETCH_BINS - 1)
+    # Bounded before it becomes a whole number, for of infinity that is some number or other.
+    return int(min(max(math.log(latency_ms / SKETCH_LOW_MS) / SKETCH_WIDTH, 0.0), SKETCH_BINS - 1.0))
 
 
 @inner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
@@ -18,7 +18,15 @@ class Outcome(Generic[Asked, Answered]):
     asked: Asked
     begun_ns: int
     answer: Answered | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
+
+    def result(self) -> Answered:
+        """Return the answer, or raise the error; of one that would end a thread a RuntimeError is made."""
+        if isinstance(self.error, Exception):
+            raise self.error
+        if self.error is not None:
+            raise RuntimeError(repr(self.error)) from self.error
+        return cast(Answered, self.answer)
 
 
 class Background(Generic[Asked, Answered]):
@@ -77,7 +85,7 @@ class Background(Generic[Asked, Answered]):
             begun_ns = self._now_ns()
             try:
                 outcome = Outcome(asked, begun_ns, answer=self._call(asked))
-            except Exception as error:
+            except BaseException as error:  # nobody would notice that this thread has ended
                 outcome = Outcome(asked, begun_ns, error=error)
             with self._changed:
                 self._done.append(outcome)

@@ -29,7 +29,7 @@ class Cause(StrEnum):
     ABSURD = "absurd"  # beyond what any server can count
     BACKWARDS = "backwards"  # a counter fell
     BASELINE = "baseline"  # the first reading, or the first after long: nothing to compare it with yet
-    ADAPTER = "adapter"  # the adapter raised what it should not
+    ADAPTER = "adapter"  # the adapter raised what it should not, or gave no counters
     NO_ALPHA = "no_alpha"  # what is applied is not known
     DECISION = "decision"  # the controller raised, or what it asked for is no number
     OUT_OF_RANGE = "out_of_range"  # it asked for more or less than the bounds allow, and got these
@@ -164,10 +164,14 @@ def masked(counters: Counters) -> BoolArray:
 
 
 def unfit(counters: Counters) -> Cause | None:
-    """Return what is wrong with a reading by itself, None if nothing is."""
+    """Return what is wrong with a reading by itself, None if nothing is; TypeError where it holds what is no number."""
+    if counters.arrivals is None:
+        return Cause.MISSING
     names = [field.name for field in dataclasses.fields(Counters) if field.name != "latency"]
     values = {name: getattr(counters, name) for name in names if getattr(counters, name) is not None}
     latency = counters.latency
+    if latency is not None and not _is_histogram(latency):
+        return Cause.MALFORMED
     if not all(math.isfinite(value) for value in values.values()):
         return Cause.NOT_FINITE
     if latency is not None and not (np.isfinite(latency.requests).all() and not np.isnan(latency.edges_ms).any()):
@@ -179,9 +183,21 @@ def unfit(counters: Counters) -> Cause | None:
         return Cause.ABSURD
     if latency is not None:
         edges = latency.edges_ms
-        if edges.size == 0 or edges[0] <= 0 or (np.diff(edges) <= 0).any() or (latency.requests < 0).any():
+        # Without a finite edge nothing is known of how long any request took.
+        if edges.size == 0 or not 0 < edges[0] < math.inf:
+            return Cause.ABSURD
+        if (np.diff(edges) <= 0).any() or (latency.requests < 0).any():
             return Cause.ABSURD
     return None
+
+
+def _is_histogram(latency: Latencies) -> bool:
+    """Whether its arrays are such that compiled code, which checks nothing, may read them."""
+    edges, requests = latency
+    return (
+        all(isinstance(each, np.ndarray) and each.ndim == 1 and each.dtype == np.float64 for each in latency)
+        and edges.size == requests.size
+    )
 
 
 def disagree(before: Counters, after: Counters, seconds: float) -> Cause | None:

@@ -256,15 +256,15 @@ class ControlLoop:
 
     def _hear(self, outcome: Outcome[None, Counters]) -> bool:
         """Take a reading, or count why not; return whether a burst was found in it."""
-        counters, error = outcome.answer, outcome.error
-        if counters is not None:
-            restarts = self._meter.restarts
-            cause = self._meter.take(counters, outcome.begun_ns)
-            self._resume |= self._meter.restarts > restarts
-            detail = ""
-        else:
-            cause = error.cause if isinstance(error, StaleTelemetry) else Cause.ADAPTER
-            detail = str(error) if isinstance(error, StaleTelemetry) else repr(error)
+        cause: Cause | None
+        restarts, detail = self._meter.restarts, ""
+        try:
+            cause = self._meter.take(outcome.result(), outcome.begun_ns)
+        except StaleTelemetry as error:
+            cause, detail = error.cause, str(error)
+        except Exception as error:  # of an adapter of the user's own, or of what it gave: the serving must not feel it
+            cause, detail = Cause.ADAPTER, repr(error)
+        self._resume |= self._meter.restarts > restarts
         self.status.restarts = self._meter.restarts
         if cause is not None:
             self._trouble, self._detail = cause, detail
@@ -376,12 +376,15 @@ class ControlLoop:
     def _heed_applied(self) -> None:
         """Take what the server has said to the targets before."""
         while (outcome := self._applier.take()) is not None:
-            applied = outcome.answer
-            if applied is not None and 0.0 <= applied <= 1.0:  # NaN is not
-                self.status.applied = applied
-            else:
+            try:
+                applied = float(outcome.result())
+                if not 0.0 <= applied <= 1.0:  # NaN is not
+                    raise ValueError(f"applied {applied!r}")
+            except Exception as error:
                 self.status.unapplied += 1
-                self._detail = str(outcome.error) if outcome.error is not None else f"applied {applied!r}"
+                self._detail = str(error)
+            else:
+                self.status.applied = applied
 
 
 def _own_fallbacks(controller: Controller) -> dict[str, int]:

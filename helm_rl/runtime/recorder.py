@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -46,7 +47,13 @@ class RequestRecorder:
                 self._came_s.popitem(last=False)
 
     def served(self, latency_ms: float) -> None:
-        """Count a request when it is complete; latency from when it was due, however late it was taken up."""
+        """Count a request when it is complete; latency from when it was due, however late it was taken up.
+
+        Raises:
+            ValueError: it is no number.
+        """
+        if math.isnan(latency_ms):
+            raise ValueError("latency_ms must be a number, not nan")
         with self._lock:
             latency.count(self._took, max(float(latency_ms), latency.SKETCH_LOW_MS))
 
@@ -56,7 +63,14 @@ class RequestRecorder:
             self.shed += 1
 
     def busy(self, link_s: float | None = None, compute_s: float | None = None) -> None:
-        """Add to the time for which the link, or the accelerator, was busy; what is never told of is not known."""
+        """Add to the time for which the link, or the accelerator, was busy; what is never told of is not known.
+
+        Raises:
+            ValueError: a time is below 0 or not finite: the sum would be no counter any more.
+        """
+        for name, seconds in (("link_s", link_s), ("compute_s", compute_s)):
+            if seconds is not None and not 0.0 <= seconds < math.inf:  # NaN is not
+                raise ValueError(f"{name} must be a number of seconds of at least 0, not {seconds!r}")
         with self._lock:
             if link_s is not None:
                 self.link_s = (self.link_s or 0.0) + link_s

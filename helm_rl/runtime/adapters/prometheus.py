@@ -26,7 +26,7 @@ def reader(mapping: Mapping) -> Callable[[str], Counters]:
     """Return a function that makes counters of the texts of one server.
 
     It raises StaleTelemetry: MISSING where a signal of the mapping is not there, MALFORMED where what is there cannot
-    be read. Other metrics may be what they like.
+    be read, or is there twice, or the text breaks off. Other metrics may be what they like.
     """
     scraped = {name: signal for name, signal in mapping.signals.items() if signal.metric is not None}
     constants = {name: signal.value for name, signal in mapping.signals.items() if signal.metric is None}
@@ -52,6 +52,8 @@ def reader(mapping: Mapping) -> Callable[[str], Counters]:
 
 def _samples(text: str, wanted: set[str]) -> dict[str, list[Sample]]:
     """Parse the lines of the metrics that are wanted, and no others."""
+    if text and not text.endswith("\n"):  # nothing else shows that an answer without a length broke off
+        raise StaleTelemetry("the metrics break off within a line", Cause.MALFORMED)
     lines = []
     for line in text.split("\n"):
         name = _BEFORE_NAME_ENDS.match(line)
@@ -66,6 +68,9 @@ def _samples(text: str, wanted: set[str]) -> dict[str, list[Sample]]:
                 found[sample.name].append((sample.labels, float(sample.value)))
     except (ValueError, OverflowError, IndexError) as error:  # IndexError: of lines that end too early
         raise StaleTelemetry(f"the metrics cannot be read: {error}"[:300], Cause.MALFORMED) from None
+    for metric, samples in found.items():
+        if len({frozenset(labels.items()) for labels, _ in samples}) < len(samples):  # they would be added up
+            raise StaleTelemetry(f"there are two of {metric} with the same labels", Cause.MALFORMED)
     return found
 
 

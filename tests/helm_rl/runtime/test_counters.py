@@ -102,10 +102,18 @@ def test_an_answer_that_is_much_older_than_it_seems_is_stale() -> None:
         ([10.0, 10.0, math.inf], [1.0, 2.0, 3.0], Cause.ABSURD),
         ([0.0, 10.0, math.inf], [1.0, 2.0, 3.0], Cause.ABSURD),
         ([], [], Cause.ABSURD),
+        ([math.inf], [3.0], Cause.ABSURD),  # of which nothing is known but their number
+        ([10.0, 20.0], [1.0, 2.0, 3.0], Cause.MALFORMED),  # compiled code would read beyond the end
+        ([[10.0, 20.0]], [[1.0, 2.0]], Cause.MALFORMED),
+        ([10, 20], [1, 2], Cause.MALFORMED),
     ],
 )
-def test_histograms_are_looked_at(edges_ms: list[float], requests: list[float], cause: Cause | None) -> None:
+def test_histograms_are_looked_at(edges_ms: Any, requests: Any, cause: Cause | None) -> None:
     assert unfit(spoilt(steady(1), latency=Latencies(np.array(edges_ms), np.array(requests)))) is cause
+
+
+def test_without_arrivals_there_is_nothing() -> None:
+    assert unfit(spoilt(steady(1), arrivals=None)) is Cause.MISSING
 
 
 def test_histograms_must_go_on_from_each_other() -> None:

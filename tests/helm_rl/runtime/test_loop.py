@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from typing import Any
@@ -18,7 +19,7 @@ from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
 from helm_rl.observation import OBSERVATION_NAMES, SIZE
 from helm_rl.runtime.adapters.scripted import Line, ScriptedAdapter
-from helm_rl.runtime.counters import Cause, Counters, StaleTelemetry
+from helm_rl.runtime.counters import Cause, Counters, Latencies, StaleTelemetry
 from helm_rl.runtime.loop import ControlLoop, Step
 from helm_rl.runtime.steering import Steering
 from tests.helm_rl.runtime.feeds import SECOND, FakeClock, Recorded, spoilt, steady
@@ -127,6 +128,11 @@ def test_what_was_slept_through_is_counted_and_not_made_up_for() -> None:
         (steady(3, queue=-1.0), Cause.ABSURD),
         (steady(3, arrivals=0.0), Cause.BACKWARDS),
         (steady(3, clock_s=2.0), Cause.STALE),
+        (steady(3, arrivals=None), Cause.MISSING),
+        (steady(3, rows="many"), Cause.ADAPTER),
+        (steady(3, latency=Latencies([20.0], [1.0])), Cause.MALFORMED),  # type: ignore[arg-type]
+        (lambda: {"arrivals": 300.0}, Cause.ADAPTER),  # type: ignore[list-item, return-value]
+        (lambda: sys.exit(1), Cause.ADAPTER),
     ],
 )
 def test_a_bad_reading_leaves_alpha_alone_and_is_counted_once(line: Line, cause: Cause) -> None:
@@ -223,13 +229,15 @@ def test_targets_that_are_not_taken_are_counted() -> None:
             self.applied.append((alpha, revision))
             if len(self.applied) == 1:
                 raise StaleTelemetry("no")
-            return math.nan if len(self.applied) == 2 else 7.0 if len(self.applied) == 3 else alpha
+            answers: list[Any] = [math.nan, 7.0, "half", np.array([0.5, 0.5]), None]
+            return answers[len(self.applied) - 2] if len(self.applied) <= 6 else alpha
 
-    adapter = Refusing([steady(k) for k in range(8)])
-    clock = FakeClock(7.001)
+    adapter = Refusing([steady(k) for k in range(11)])
+    clock = FakeClock(10.001)
     loop = ControlLoop(adapter, Recorded(0.6), 1.0, slo_ms=50.0, clock=clock)
     run(loop, clock)
-    assert loop.status.unapplied == 3
+    assert loop.status.unapplied == 6
+    assert loop.status.decisions == 10
     assert loop.status.applied == 0.5  # as the counters have it
 
 

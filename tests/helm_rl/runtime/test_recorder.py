@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
@@ -48,5 +49,18 @@ def test_latencies_are_a_histogram_of_which_the_p99_is_near() -> None:
     at = np.searchsorted(np.cumsum(latencies.requests), 0.99 * 3000)
     assert latencies.edges_ms[at] == pytest.approx(p99_ms(took), rel=0.011)
     recorder.served(0.0)
+    recorder.served(math.inf)
     assert latencies.requests.sum() == 3000
-    assert recorder.latencies().requests[0] == 1
+    assert recorder.latencies().requests[0] == recorder.latencies().requests[-1] == 1
+
+
+def test_what_is_no_time_is_refused_and_counts_for_nothing() -> None:
+    recorder = RequestRecorder()
+    recorder.busy(link_s=1.0, compute_s=2.0)
+    with pytest.raises(ValueError, match="latency_ms must be a number, not nan"):
+        recorder.served(math.nan)
+    for seconds in (math.nan, -1.0, math.inf):
+        with pytest.raises(ValueError, match="compute_s must be a number of seconds of at least 0"):
+            recorder.busy(link_s=1.0, compute_s=seconds)
+    assert (recorder.link_s, recorder.compute_s) == (1.0, 2.0)
+    assert recorder.latencies().requests.sum() == 0

@@ -132,6 +132,9 @@ def test_triton() -> None:
         (lambda text: text.replace('"stop"', '"stop'), Cause.MALFORMED),
         (lambda text: text.replace('"stop"', f'"{"s" * 5000}"'), Cause.MALFORMED),
         (lambda text: text + "vllm:num_requests_waiting 1\n" * MOST_LINES, Cause.MALFORMED),
+        (lambda text: text.removesuffix(".0\n"), Cause.MALFORMED),  # an answer that broke off, and had no length
+        (lambda text: text + 'vllm:num_requests_waiting{model_name="m",engine="1"} 4.0\n', Cause.MALFORMED),
+        (lambda text: text + VLLM, Cause.MALFORMED),  # a proxy's two servers in one answer
     ],
 )
 def test_text_that_lacks_something_or_cannot_be_read(spoil: object, cause: Cause) -> None:

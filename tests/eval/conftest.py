@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from helm_rl.checkpoint import (
     save_bundle,
 )
 from helm_rl.observation import OBSERVATION_NAMES, SCHEMA_VERSION, schema_hash
+from tests.eval.browser import NAMES, Browser, find_browser
 
 MakeBundle = Callable[..., Path]
 
@@ -69,3 +70,12 @@ def bundle_maker(folder: Path) -> MakeBundle:
         return folder / name
 
     return make
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip(f"no browser on PATH (looked for {', '.join(NAMES)})")
+    with Browser(program, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from eval.report import write_report
 from eval.sweep import Work
 from helm_rl.control.schedule import ScheduledAlpha
 from helm_rl.scenario import Scenario, load_scenario
-from tests.eval.browser import NAMES, Browser, find_browser
+from tests.eval.browser import Browser
 from tests.eval.fakes import FakeServing, small_scenario
 
 TIMES = [-20_000_000_000, 45_000_000_000, 90_000_000_000]
@@ -132,15 +131,6 @@ def test_a_page_that_cannot_be_written_leaves_nothing(
     with pytest.raises(RuntimeError, match="no ink"):
         write_report(tmp_path / "report.html", comparison)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_browser()
-    if program is None:
-        pytest.skip(f"no browser on PATH (looked for {', '.join(NAMES)})")
-    with Browser(program, tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
 
 
 @pytest.mark.parametrize("which", ["page", "drift_page"])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import signal
 import socket
-from collections.abc import Iterator
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from typing import TextIO
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import tyro
 from prometheus_client import start_http_server
@@ -21,9 +22,10 @@ from helm_rl.control.layers import layers_of
 from helm_rl.errors import UserError
 from helm_rl.runtime.adapters.http import HttpAdapter
 from helm_rl.runtime.counters import Adapter, Counters
+from helm_rl.runtime.journal import journal, stderr
 from helm_rl.runtime.loop import ControlLoop
 from helm_rl.runtime.mapping import Mapping, load_mapping
-from helm_rl.runtime.monitor import Monitor, journal
+from helm_rl.runtime.monitor import Monitor
 from helm_rl.runtime.steering import steering_of
 
 _DEFAULT_INTERVAL_S = 1.0
@@ -71,32 +73,44 @@ def main(args: Args) -> None:
         UserError: the bundle, the mapping or an option is wrong, or the port is taken.
         RuntimeError: the loop itself failed.
     """
-    with _signals() as came:
-        _control(args, load_bundle(args.bundle), came)
+    with Signals() as signals, journal(stderr()) as log:
+        _control(args, load_bundle(args.bundle), signals, Monitor(log))
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """Yield a socket from which each signal that has come can be read as a byte, its number.
+class Signals:
+    """Notes the signals that come while it is entered, whichever thread the system hands them to.
 
-    From the first moment on, and whichever thread the system hands it to: threads that NumPy's libraries have made
-    block none. Handlers that do more than this would run between any two steps of the main thread.
+    Threads that NumPy's libraries have made block none. A handler that did more than this would do it between any two
+    steps of the main thread.
     """
-    reader, writer = socket.socketpair()
-    with reader, writer:
-        writer.setblocking(False)
-        wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
-        try:
-            yield reader
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(wakeup)
+
+    def __init__(self) -> None:
+        self._came: set[int] = set()
+
+    def __enter__(self) -> Signals:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, lambda one, _: self._came.add(one)) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self._reader.close()
+        self._writer.close()
+
+    def wait(self, seconds: float) -> set[int]:
+        """Return the numbers of those that have come since the last call, once one does; none after so many seconds."""
+        self._reader.settimeout(seconds)
+        with contextlib.suppress(TimeoutError):
+            self._reader.recv(1 << 16)  # a byte each, which only wake: when there is no room for more they are lost
+        came, self._came = self._came, set()
+        return came
 
 
-def _control(args: Args, bundle: Bundle, came: socket.socket) -> None:
-    monitor = Monitor(journal())
+def _control(args: Args, bundle: Bundle, signals: Signals, monitor: Monitor) -> None:
     monitor.bundle = _labels(bundle)
     mapping = load_mapping(args.mapping)
     interval_s = _interval_s(args, bundle)
@@ -112,12 +126,12 @@ def _control(args: Args, bundle: Bundle, came: socket.socket) -> None:
     monitor.attach(loop)
     host, port = _address(args.listen)
     server, _ = _serve(monitor, host, port)
-    metrics = f"http://{host}:{server.server_port}/metrics"
+    metrics = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
     told = {"url": args.url, "metrics": metrics, "bundle": str(args.bundle), "interval_s": interval_s}
     monitor.say("start", told | monitor.bundle)
     try:
         with loop:
-            _heed_signals(args, loop, monitor, came)
+            _heed_signals(args, loop, monitor, signals)
     finally:
         server.shutdown()
         server.server_close()
@@ -148,24 +162,52 @@ def _adapter(args: Args, mapping: Mapping, interval_s: float) -> Adapter:
     return adapter
 
 
-def _serve(monitor: Monitor, host: str, port: int) -> tuple[WSGIServer, Thread]:
+def _serve(monitor: Monitor, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
     try:
-        return start_http_server(port, host, monitor.registry)
-    except OSError as error:
-        raise UserError(f"--listen {host}:{port}: {error.strerror or error}") from None
+        server, thread = start_http_server(port, host, monitor.registry)
+    except (OSError, UnicodeError) as error:  # UnicodeError: of a host's name that is none
+        raise UserError(f"--listen {host}:{port}: {getattr(error, 'strerror', None) or error}") from None
+    server.RequestHandlerClass = _Quiet
+    return server, thread
 
 
-def _heed_signals(args: Args, loop: ControlLoop, monitor: Monitor, came: socket.socket) -> None:
-    """Reload and go on, until a signal or a failure of the loop ends it."""
-    came.settimeout(_LOOK_S)
+class _Quiet(WSGIRequestHandler):
+    """Answers one of whoever asks for the metrics: no line of the log is theirs, and none holds a thread for long."""
+
+    timeout = 5.0
+    _slots = threading.BoundedSemaphore(16)
+
+    def handle(self) -> None:
+        """Answer, unless so many are being answered already."""
+        if self._slots.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OSError):  # who asked has gone
+                    super().handle()
+            finally:
+                self._slots.release()
+
+    def finish(self) -> None:
+        """Send what is left."""
+        with contextlib.suppress(OSError):
+            super().finish()
+
+    def get_stderr(self) -> TextIO:
+        """Have what wsgiref would print go nowhere."""
+        return io.StringIO()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: a scrape is no news."""
+
+
+def _heed_signals(args: Args, loop: ControlLoop, monitor: Monitor, signals: Signals) -> None:
+    """Reload and go on, until a signal or a failure of the loop ends it; of many for a reload one is enough."""
     while loop.running:
-        try:
-            number = came.recv(1)[0]
-        except TimeoutError:
-            continue
-        if number != signal.SIGHUP:
-            monitor.say("signal", {"name": signal.Signals(number).name})
+        came = signals.wait(_LOOK_S)
+        if ends := came - {signal.SIGHUP}:
+            monitor.say("signal", {"name": signal.Signals(min(ends)).name})
             return
+        if not came:
+            continue
         try:
             bundle = load_bundle(args.bundle)
             loop.replace(steering_of(bundle, loop.interval_s))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,34 +15,6 @@ from helm_rl.runtime.counters import Cause
 from helm_rl.runtime.loop import ControlLoop, Step
 
 _DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-
-
-class JsonLines(logging.Formatter):
-    """A record as one line of JSON: time (UTC), level, event, and the fields given as `extra={"fields": ...}`."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line; numbers that are none become null."""
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "event": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        return json.dumps(
-            {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in line.items()
-            }
-        )
-
-
-def journal(stream: TextIO | None = None) -> logging.Logger:
-    """Return a logger that writes JSON lines to a stream, stderr by default."""
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(JsonLines())
-    logger = logging.Logger("helm-rl control", logging.INFO)
-    logger.addHandler(handler)
-    return logger
 
 
 class Monitor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import io
 import json
 import math
 import platform
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -24,10 +26,11 @@ from helm_rl import cli
 from helm_rl.checkpoint import load_bundle
 from helm_rl.observation import OBSERVATION_NAMES
 from helm_rl.runtime.adapters.scripted import ScriptedAdapter
-from helm_rl.runtime.command import DryRun
+from helm_rl.runtime.command import DryRun, Signals
 from helm_rl.runtime.counters import Cause
+from helm_rl.runtime.journal import journal
 from helm_rl.runtime.loop import ControlLoop
-from helm_rl.runtime.monitor import Monitor, journal
+from helm_rl.runtime.monitor import Monitor
 from helm_rl.runtime.server import HookServer
 from helm_rl.runtime.steering import steering_of
 from tests.helm_rl.runtime.feeds import FakeClock, Recorded, Serving, make_bundle_at, steady
@@ -167,6 +170,54 @@ def test_no_signal_kills_it_whichever_thread_it_comes_to(start: Callable[..., Pr
     assert process.running.wait(10) == 0
 
 
+def test_neither_a_pipe_that_nobody_reads_nor_a_client_of_its_metrics_holds_it_up(
+    start: Callable[..., Process], tmp_path: Path
+) -> None:
+    serving = Serving()
+    server = HookServer(serving)
+    make_bundle_at(tmp_path / "bundle", 0.1)
+    process = start(str(tmp_path / "bundle"), "--url", server.url, "--slo-ms", "50", "--listen", "127.0.0.1:0")
+    url = process.event("start")["metrics"]
+    assert process.running.stderr is not None
+    fcntl.fcntl(process.running.stderr.fileno(), fcntl.F_SETPIPE_SZ, 4_096)
+
+    reloaded = 0.0
+    while reloaded < 40:  # each a line of 200 bytes
+        process.running.send_signal(signal.SIGHUP)
+        before = reloaded
+        while reloaded == before:
+            reloaded = process.metrics(url)["helm_rl_bundle_reloads_total,ok"]
+
+    address = ("127.0.0.1", int(url.split(":")[2].split("/")[0]))
+    idle = [socket.create_connection(address) for _ in range(40)]
+    for request in (b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=a\r\n\r\n", b"\0\r\n\r\n"):
+        for _ in range(5):
+            with socket.create_connection(address) as client:
+                client.sendall(request)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset at once
+    decided = len(serving.targets)
+    until(lambda: len(serving.targets) >= decided + 5)
+    for client in idle:
+        client.close()
+
+    process.running.send_signal(signal.SIGTERM)
+    assert process.running.wait(10) == 0
+    lines = process.running.stderr.read().splitlines()
+    assert len(lines) > 15
+    for line in lines[:-1]:  # the pipe broke off in the last one
+        assert json.loads(line)["event"]
+    server.close()
+
+
+def test_in_a_storm_of_signals_none_of_another_kind_is_lost() -> None:
+    with Signals() as signals:
+        for _ in range(5_000):
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.wait(5.0) == {signal.SIGHUP, signal.SIGTERM}
+        assert signals.wait(0.01) == set()
+
+
 def test_its_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_bundle_at(tmp_path / "bundle", INTERVAL_S)
     taken = socket.create_server(("127.0.0.1", 0))
@@ -175,6 +226,7 @@ def test_its_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.Capt
         ({"--url": "https://a"}, "'https://a' must be http://HOST:PORT"),
         ({"--slo-ms": "-1"}, "slo_ms must be a number above 0, not -1.0"),
         ({"--listen": "9464"}, "--listen must be HOST:PORT"),
+        ({"--listen": "a..b:9464"}, "--listen a..b:9464: "),
         ({"--listen": f"127.0.0.1:{taken.getsockname()[1]}"}, "Address already in use"),
         ({"--mapping": "vlm"}, "vlm is neither a shipped mapping"),
         ({"--mapping": "vllm"}, "--mapping vllm: such a server takes no targets"),
@@ -220,7 +272,6 @@ def test_a_dry_run_asks_for_nothing() -> None:
 
 def test_the_log_tells_when_something_changes_and_not_every_interval() -> None:
     stream = io.StringIO()
-    monitor = Monitor(journal(stream))
     script: list[Any] = [
         *map(steady, range(3)),
         steady(3, rows=math.nan),
@@ -228,10 +279,12 @@ def test_the_log_tells_when_something_changes_and_not_every_interval() -> None:
         *map(steady, range(5, 9)),
     ]
     clock = FakeClock(len(script) - 0.999)
-    loop = ControlLoop(ScriptedAdapter(script), Recorded(0.6), 1.0, slo_ms=50.0, clock=clock, watch=monitor.watch)
-    monitor.attach(loop)
-    clock.busy = lambda: not loop._applier.idle
-    loop.run(loop._stop)
+    with journal(stream) as log:
+        monitor = Monitor(log)
+        loop = ControlLoop(ScriptedAdapter(script), Recorded(0.6), 1.0, slo_ms=50.0, clock=clock, watch=monitor.watch)
+        monitor.attach(loop)
+        clock.busy = lambda: not loop._applier.idle
+        loop.run(loop._stop)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line["event"] for line in lines] == ["masked", "fallback", "recovered"]
     assert (lines[1]["cause"], lines[1]["level"], lines[2]["intervals"]) == ("not_finite", "warning", 2)
@@ -240,19 +293,3 @@ def test_the_log_tells_when_something_changes_and_not_every_interval() -> None:
     counted = {sample.labels["cause"]: sample.value for sample in families["helm_rl_fallbacks"].samples}
     assert counted.keys() == set(Cause)
     assert (counted["not_finite"], sum(counted.values())) == (2, 2)
-
-
-def test_no_number_that_is_none_gets_into_the_json() -> None:
-    stream = io.StringIO()
-    monitor = Monitor(journal(stream))
-    monitor.say("test", {"alpha": math.nan, "age": math.inf, "text": 'a"\n', "n": 1})
-    assert json.loads(stream.getvalue()) | {"time": ""} == {
-        "time": "",
-        "level": "info",
-        "event": "test",
-        "alpha": None,
-        "age": None,
-        "text": 'a"\n',
-        "n": 1,
-    }
-    assert stream.getvalue().count("\n") == 1

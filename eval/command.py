@@ -36,6 +36,7 @@ from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
 from helm_rl.scenario import Load, Scenario, load_scenario
+from helm_rl.shipped import bundle_path
 from helm_rl.workloads.trace import Trace
 
 RESERVED = {POLICY, HALF, DEPLOYABLE, HINDSIGHT, OPTIMUM, REFERENCE} | PEERS
@@ -53,8 +54,8 @@ class EvalArgs:
     load: Load = "limit"
     """The scenario's rates as they stand (near what a node bears), or moderate: 70 % of each."""
     policy: tuple[Path, ...] = ()
-    """Bundle folders to evaluate, as `helm-rl export` writes them; the first is the policy that the headline and the
-    plots are about. Without any, only the statics and the optimum."""
+    """Bundles to evaluate: folders, as `helm-rl export` writes them, or names of shipped ones; the first is the policy
+    that the headline and the plots are about. Without any, only the statics and the optimum."""
     ablate: bool = False
     """Also evaluate each bundle that has layers above its base policy without them, and with each of several alone."""
     controller: tuple[str, ...] = ()
@@ -178,7 +179,7 @@ def contestant(bundle: Bundle, scenario: Scenario, layers: tuple[Layer, ...]) ->
 
 def fitting_bundle(path: Path, scenario: Scenario) -> Bundle:
     """Load a bundle; UserError unless its policy was trained for the scenario's interval and bounds of alpha."""
-    bundle = load_bundle(path)
+    bundle = load_bundle(bundle_path(path))
     BasePolicy.of(bundle, scenario.control.interval_s)
     for name in ("alpha_min", "alpha_max"):
         trained, asked = getattr(bundle.config.bounds, name), getattr(scenario.control, name)

@@ -51,6 +51,8 @@ COMMANDS: dict[str, Command] = {
         "serving", "helm_rl.runtime.command:main", "drive alpha of a serving system with a bundle, beside it"
     ),
     "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle, or that into ONNX or C"),
+    "checkpoints list": Command("bundles", "helm_rl.shipped:list_shipped", "the bundles that ship with helm-rl"),
+    "checkpoints show": Command("bundles", "helm_rl.shipped:show", "what is in a bundle, and how it came to be"),
     "eval p99": Command("measuring", "eval.p99_latency:main", "P99 latency of a policy beside static splits"),
     "eval ratio-gap": Command(
         "measuring", "eval.ratio_gap:main", "distance of a policy's split from each segment's best one"

@@ -33,6 +33,7 @@ from helm_rl import __version__
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures
 from helm_rl.files import check_outputs, refuse_existing
+from helm_rl.shipped import shipped_names
 
 REPORT, FIGURES = "report.html", "figures.json"
 FILES = (OPTIONS, RESULTS, REPORT, FIGURES, RUNS)
@@ -66,7 +67,8 @@ class Args:
     output: Path
     """Folder of the results; one that holds a part of this suite is completed."""
     policy: Path | None = None
-    """Bundle folder of the policy, as `helm-rl export` writes it; without it only the others are measured."""
+    """Bundle of the policy: a folder, as `helm-rl export` writes it, or the name of a shipped one (default: the latest
+    shipped one, or none where none is)."""
     controller: tuple[str, ...] = ()
     """Also measure controllers of your own, each MODULE:CLASS, such as my_rules:HotUsers: a class in this folder, or
     installed, with the methods of helm_rl.control.protocol.Controller (examples/own_controller.py is one)."""
@@ -134,7 +136,8 @@ def plan_of(args: Args) -> Plan:
     found = cells(args.families or (QUICK_FAMILIES if args.quick else tuple(FAMILIES)))
     if args.traces is not None:
         found += recorded_cells(args.traces)
-    chosen = entries(args.policy, args.controller, [cell.scenario for cell in found])
+    policy = args.policy if args.policy is not None else next((Path(name) for name in shipped_names()[::-1]), None)
+    chosen = entries(policy, args.controller, [cell.scenario for cell in found])
     return Plan(tuple(found), tuple(chosen), size)
 
 

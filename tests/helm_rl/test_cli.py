@@ -122,6 +122,8 @@ def test_the_commands_of_this_release() -> None:
         "eval routing",
         "eval reward",
         "eval telemetry",
+        "checkpoints list",
+        "checkpoints show",
         "eval suite",
         "eval compare",
         "eval learning",

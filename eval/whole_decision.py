@@ -98,10 +98,11 @@ def limits(measured: Measured) -> str:
     p50 = {name: _us(times, "p50") for name, times in measured.times_ns.items()}
     call = p50["empty_call"] - p50["clock"]
     rest = p50["kernel"] - p50["empty_call"] - measured.network_us
+    gflop_per_s = 2e-3 * measured.multiply_adds / measured.network_us
     return (
         f"Of the {p50[HELM]:.2f} us of a decision, {p50['clock']:.2f} are the clock, {call:.2f} any compiled call, "
         f"{measured.network_us:.2f} normaliser and network ({measured.multiply_adds:,} multiply-adds, "
-        f"{2e-3 * measured.multiply_adds / measured.network_us:.1f} GFLOP/s with the tanh), {rest:.2f} checks, offset, "
+        f"so {gflop_per_s:.1f} GFLOP/s, tanh included), {rest:.2f} checks, offset, "
         f"recovery and bounds, {p50[HELM] - p50['kernel']:.2f} Python around the call."
     )
 

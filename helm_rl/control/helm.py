@@ -25,6 +25,7 @@ CAUSES = ("not_finite", "out_of_range", "stale", "late", "no_alpha", "network")
 """Why a decision fell back: a signal is NaN or infinite; one is outside its bounds in the schema; the observation is
 too old; the call came too late; no applied alpha is known where one is needed; the network overflowed."""
 
+_MOST_INTERVALS = 1_000_000
 _FOREVER_NS = 1 << 62
 _OFF = Mode.OFF.value
 
@@ -38,7 +39,7 @@ class Limits:
         late: time beyond the interval after which a call is late; the target then moves by one interval's step at most.
 
     Raises:
-        UserError: a value is not a number above 0.
+        UserError: a value is not above 0 and at most 1,000,000.
     """
 
     stale: float = 3.0
@@ -46,8 +47,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("stale", "late"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise UserError(f"limits: {name} must be a number of intervals above 0, not {getattr(self, name)!r}")
+            intervals = getattr(self, name)
+            if not 0.0 < intervals <= _MOST_INTERVALS:  # NaN fails too
+                raise UserError(
+                    f"limits: {name} must be above 0 and at most {_MOST_INTERVALS:,} intervals, not {intervals!r}"
+                )
 
 
 class Helm:

@@ -339,7 +339,7 @@ def test_observations_of_another_shape_are_an_error(policy: Path, shape: tuple[i
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["stale", "late"])
 def test_limits_out_of_range_are_named(name: str, value: float) -> None:
-    with pytest.raises(UserError, match=f"limits: {name} must be a number of intervals above 0"):
+    with pytest.raises(UserError, match=f"limits: {name} must be above 0 and at most 1,000,000 intervals"):
         Limits(**{name: value})
 
 

@@ -25,8 +25,8 @@ $names
 
 #include <math.h>
 
-#ifdef __FAST_MATH__
-#error "helm-rl: -ffast-math takes NaN for a number; compile without it"
+#if defined __FAST_MATH__ || defined _M_FP_FAST || __FINITE_MATH_ONLY__
+#error "helm-rl: -ffast-math and -ffinite-math-only take NaN for a number; compile without them"
 #endif
 
 #define HELM_SCHEMA_HASH "$schema_hash"

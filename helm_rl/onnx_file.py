@@ -59,13 +59,13 @@ class OnnxMetadata(Section):
     observation_schema_hash: str
     observation_names: Json[tuple[str, ...]]
     observation_clip: float = Field(gt=0)
-    interval_s: float = Field(gt=0)
-    rate_per_s: float = Field(gt=0)
-    alpha_min: float
-    alpha_max: float
+    interval_s: float = Field(gt=0, le=10)
+    rate_per_s: float = Field(gt=0, le=100)
+    alpha_min: float = Field(ge=0, le=1)
+    alpha_max: float = Field(ge=0, le=1)
     hidden: Json[Widths]
     residual_hidden: Json[Widths]
-    residual_bound: float
+    residual_bound: float = Field(ge=0, le=0.5)
 
 
 @dataclass(frozen=True)
@@ -222,6 +222,8 @@ def _metadata(model: _Model, where: str) -> OnnxMetadata:
             f"{where}: metadata: it reads observations of schema v{theirs[1]} ({theirs[2][:12]}...), this helm-rl "
             f"makes v{ours[1]} ({ours[2][:12]}...); export it again"
         )
+    if metadata.alpha_min >= metadata.alpha_max:
+        raise UserError(f"{where}: metadata: alpha_min: {metadata.alpha_min} is not below alpha_max")
     for name in ("hidden", "residual_hidden"):
         widths = getattr(metadata, name)
         if len(widths) > 8 or not all(1 <= width <= 1 << 20 for width in widths):

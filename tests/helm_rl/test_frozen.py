@@ -217,6 +217,18 @@ def test_the_header_compiles_without_a_warning(
         np.testing.assert_allclose(got, ours.alpha[:, k], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("option", ["-ffast-math", "-Ofast", "-ffinite-math-only"])
+def test_the_header_refuses_a_compiler_that_knows_no_nan(
+    option: str, bundles: dict[str, Bundle], tmp_path: Path
+) -> None:
+    needs("gcc")
+    (tmp_path / "helm.h").write_text(header(freeze(bundles["base"])))
+    command = ["gcc", option, "-fsyntax-only", "-xc", "helm.h"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "take NaN for a number" in done.stderr
+
+
 # The README
 
 

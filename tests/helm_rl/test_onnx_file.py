@@ -102,6 +102,14 @@ def grow(model: Any) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "no bounds": (fill("alpha_max", 7.0), "tensor 'alpha_max' is not what the metadata says"),
+    "wide bounds": (
+        lambda m: (fill("alpha_max", 7.0)(m), say("alpha_max", "7.0")(m)),
+        "metadata: alpha_max: input should be less than or equal to 1",
+    ),
+    "crossed bounds": (
+        lambda m: (fill("alpha_min", 0.95)(m), say("alpha_min", "0.95")(m)),
+        "metadata: alpha_min: 0.95 is not below alpha_max",
+    ),
     "no action bound": (fill("action.high", 50.0), "tensor 'action.high' is not what the metadata says"),
     "not finite": (fill("base.1.bias", np.nan), "tensor 'base.1.bias' holds values that are not finite"),
     "no deviation": (fill("normaliser.std", 0.0), "tensor 'normaliser.std' holds a deviation that is not above 0"),

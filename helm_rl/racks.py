@@ -57,6 +57,14 @@ _HEAD = struct.Struct("<4sI")  # mark, occupied bins
 _MARK = b"HRT1"
 _VALUES_BYTES = 8 * WIDTH
 _BIN = np.dtype([("at", "<u2"), ("requests", "<u4")])
+_PAGES = _COUNTERS.index("pages")
+
+# What any group can have measured.
+_MOST = 2.0**62
+_LEAST = np.zeros(WIDTH)
+_LEAST[[_COUNTERS.index(name) for name in ("log_latency_sum", "emb_margin_ms", "kv_margin_ms")]] = -_MOST
+_LEAST[[_PAGES, _COUNTERS.index("queue_bound"), NODES]] = 1.0
+_LEAST[[END_NS, MINUS_START_NS]] = -_MOST
 
 
 class Summary(NamedTuple):
@@ -98,10 +106,17 @@ def add(total: Summary, group: int, other: Summary) -> None:
 
 
 def encode(summary: Summary, group: int = 0) -> bytes:
-    """Return one group as a message: its values, and the bins that any request fell into."""
+    """Return one group as a message: its values, and the bins that any request fell into.
+
+    Raises:
+        ValueError: a bin has no whole number of requests, or more than 32 bits hold.
+    """
     at = np.flatnonzero(summary.latencies[group])
+    requests = summary.latencies[group, at]
     bins = np.empty(at.size, _BIN)
-    bins["at"], bins["requests"] = at, summary.latencies[group, at]
+    if not ((requests > 0) & (requests < 2.0**32) & (requests % 1.0 == 0)).all():
+        raise ValueError("a bin of a summary holds no number of requests, or more than 2^32 - 1")
+    bins["at"], bins["requests"] = at, requests
     return _HEAD.pack(_MARK, at.size) + summary.values[group].astype("<f8").tobytes() + bins.tobytes()
 
 
@@ -120,11 +135,22 @@ def add_message(total: Summary, group: int, message: bytes) -> None:
     values = np.frombuffer(message, "<f8", WIDTH, _HEAD.size)
     bins = np.frombuffer(message, _BIN, occupied, bins_at)
     at = bins["at"]
-    if not np.isfinite(values).all() or values[NODES] < 1.0 or (at >= SKETCH_BINS).any() or (np.diff(at) <= 0).any():
+    if not _possible(values) or (at >= SKETCH_BINS).any() or (np.diff(at.astype(np.int64)) <= 0).any():
         raise ValueError("a summary holds numbers that no node can have measured")
     total.values[group, :_ADDED] += values[:_ADDED]
     np.maximum(total.values[group, _ADDED:], values[_ADDED:], out=total.values[group, _ADDED:])
     total.latencies[group, at] += bins["requests"]
+
+
+def _possible(values: npt.NDArray[np.float64]) -> bool:
+    """Whether a row of `Summary.values` is what nodes can have measured; infinities and NaN are not."""
+    most_pages = values[_PAGES] * (1.0 + 1e-9)  # shares of it are rounded
+    return bool(
+        ((values >= _LEAST) & (values <= _MOST)).all()
+        and values[NODES] % 1.0 == 0.0
+        and max(values[EMB_PAGES], values[TARGET_PAGES]) <= most_pages
+        and values[END_NS] >= -values[MINUS_START_NS]
+    )
 
 
 def mean_window(values: npt.NDArray[np.float64], p99_ms: float) -> WindowStats:
@@ -135,8 +161,8 @@ def mean_window(values: npt.NDArray[np.float64], p99_ms: float) -> WindowStats:
         start_ns=int(-values[MINUS_START_NS]),
         end_ns=int(values[END_NS]),
         p99_ms=p99_ms,
-        alpha=float(values[EMB_PAGES] / values[_COUNTERS.index("pages")]),
-        target=float(values[TARGET_PAGES] / values[_COUNTERS.index("pages")]),
+        alpha=float(values[EMB_PAGES] / values[_PAGES]),
+        target=float(values[TARGET_PAGES] / values[_PAGES]),
         burst_score=float(values[BURST_SCORE]),
         **fields,
     )

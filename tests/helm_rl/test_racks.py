@@ -170,6 +170,8 @@ def test_a_message_holds_only_bins_that_are_not_empty() -> None:
         (lambda m: m[:8] + np.array([np.nan]).tobytes() + m[16:], "numbers that no node can have measured"),
         (lambda m: m[:-6] + b"\xff\xff" + m[-4:], "numbers that no node can have measured"),
         (lambda m: m[:-6] + m[-12:-10] + m[-4:], "numbers that no node can have measured"),
+        # bins a, b, a: of the first the requests would be lost
+        (lambda m: m[:-6] + m[-18:-16] + m[-4:], "numbers that no node can have measured"),
     ],
 )
 def test_a_broken_message_is_refused_and_adds_nothing(change, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -178,6 +180,46 @@ def test_a_broken_message_is_refused_and_adds_nothing(change, message: str) -> N
     with pytest.raises(ValueError, match=message):
         add_message(total, 0, change(encode(whole)))
     assert_same(total, total_of([whole]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arrivals": -1.0},
+        {"completed": 1e300},
+        {"pages": 0.0},
+        {"queue_bound": 0.0},
+        {"rows": math.inf},
+        {racks.NODES: 0.0},
+        {racks.NODES: 1.5},
+        {racks.EMB_PAGES: 6145.0},
+        {racks.TARGET_PAGES: -1.0},
+        {racks.END_NS: -1.0},  # it ends before it begins
+        {racks.END_NS: 1e300},
+        {racks.BURST_SCORE: -1.0},
+    ],
+)
+def test_what_no_node_can_have_measured_adds_nothing(changes: dict[str | int, float]) -> None:
+    whole = summary(*drawn(1, 1))
+    total = total_of([whole])
+    spoilt = Summary(whole.values.copy(), whole.latencies)
+    for name, value in changes.items():
+        spoilt.values[0, name if isinstance(name, int) else racks._COUNTERS.index(name)] = value
+    with pytest.raises(ValueError, match="numbers that no node can have measured"):
+        add_message(total, 0, encode(spoilt))
+    assert_same(total, total_of([whole]))
+
+
+@pytest.mark.parametrize("requests", [2.0**32, 0.5, -1.0, math.nan])
+def test_no_message_loses_requests(requests: float) -> None:
+    whole = summary(*drawn(1, 1))
+    whole.latencies[0, 7] = 2.0**32 - 1
+    total = new_summary()
+    add_message(total, 0, encode(whole))
+    assert_same(total, total_of([whole]))
+    whole.latencies[0, 7] = requests
+    with pytest.raises(ValueError, match="holds no number of requests"):
+        encode(whole)
 
 
 def test_a_group_without_nodes_is_no_message() -> None:

@@ -150,7 +150,7 @@ def tail_by_controller(comparison: Comparison, narrow: bool) -> Figure:
         )
     axes.set_yticks(range(len(rows)), [row.title for row in reversed(rows)])
     axes.set_ylim(-0.5, len(rows) - 0.35)
-    _log_ms(axes.xaxis, axes.set_xscale)
+    log_ms(axes.xaxis, axes.set_xscale)
     shown = [value for row in rows for value in comparison.estimate(row.key, "p99_ms").per_seed]
     axes.set_xlim(*_range([*shown, comparison.scenario.slo_ms]))
     _mark_slo(axes, comparison.scenario.slo_ms)
@@ -216,7 +216,7 @@ def alpha_over_time(comparison: Comparison, narrow: bool) -> Figure:
             linewidth=look.width,
             label=row.title,
         )
-    _log_ms(below.yaxis, below.set_yscale)
+    log_ms(below.yaxis, below.set_yscale)
     below.axhline(comparison.scenario.slo_ms, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
     below.set_ylabel("P99 per 10 s (ms, log)")
     below.set_xlabel("time (s)")
@@ -258,7 +258,7 @@ def curves_by_regime(comparison: Comparison, narrow: bool) -> Figure:
         axes.plot(curve.alphas, curve.smooth_ms, color=INK, linewidth=1.4)
         least = float(curve.smooth_ms.min())
         axes.plot(curve.best, least, "v", color=LOOKS[POLICY].colour, markersize=7, zorder=5)
-        _log_ms(axes.yaxis, axes.set_yscale)
+        log_ms(axes.yaxis, axes.set_yscale)
         _headroom(axes, curve)
         axes.annotate(
             f"{'best' if place == 0 else 'α*'} {curve.best:.2f}, {least:,.0f} ms",
@@ -291,7 +291,7 @@ def latency_distribution(comparison: Comparison, narrow: bool) -> Figure:
         axes.plot(
             run.tail_ms, run.tail_share, color=look.colour, linestyle=look.dashes, linewidth=look.width, label=row.title
         )
-    _log_ms(axes.xaxis, axes.set_xscale)
+    log_ms(axes.xaxis, axes.set_xscale)
     ends = [float(run.tail_ms[place]) for run in (first.runs[row.key] for row in comparison.rows) for place in (0, -1)]
     axes.set_xlim(*_range([*ends, comparison.scenario.slo_ms]))
     axes.set_yscale("log")
@@ -353,7 +353,7 @@ def draw_headroom(
                 linewidth=look.width,
                 label=f"{title}: P99 {run.p99_ms:,.0f} ms",
             )
-        _log_ms(below.yaxis, below.set_yscale)
+        log_ms(below.yaxis, below.set_yscale)
         below.axhline(scenario.slo_ms, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), label="SLO")
         below.set_ylabel("P99 per 10 s (ms, log)")
         below.set_xlabel("time (s)")
@@ -413,7 +413,7 @@ def _shade_phases(axes: Axes, comparison: Comparison, named: bool) -> None:
             )
 
 
-def _log_ms(axis: Axis, set_scale: Callable[[str], None]) -> None:
+def log_ms(axis: Axis, set_scale: Callable[[str], None]) -> None:
     """Make an axis logarithmic, with plain numbers at its ticks."""
     set_scale("log")
     axis.set_major_locator(_LogTicks())

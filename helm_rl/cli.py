@@ -69,6 +69,12 @@ COMMANDS: dict[str, Command] = {
     "eval routing": Command("measuring", "eval.routing:main", "routers on a cluster, and bursts under reallocation"),
     "eval reward": Command("measuring", "eval.reward:main", "how biased and noisy rewards for the training are"),
     "eval telemetry": Command("measuring", "eval.telemetry:main", "what sampled, late or lost telemetry costs in P99"),
+    "eval live": Command(
+        "measuring",
+        "eval.live.command:main",
+        "model clock, statics and a policy beside a live network",
+    ),
+    "calibrate hardware": Command("measuring", "eval.live.hardware:main", "measure this machine, for the model clock"),
     "bench engine": Command(
         "measuring", "eval.bench_engine:main", "the cache engine beside other caches, and its limits"
     ),

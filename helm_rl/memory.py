@@ -8,10 +8,20 @@ from pathlib import Path
 
 def free_bytes() -> int:
     """Return the bytes of memory that a process can still get."""
+    return _meminfo("MemAvailable:") or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def total_bytes() -> int:
+    """Return the bytes of memory that the machine has."""
+    return _meminfo("MemTotal:") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _meminfo(name: str) -> int | None:
+    """Return a line of the system's own account, in bytes; None where it has none."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+            if line.startswith(name):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

@@ -63,6 +63,7 @@ class ServiceTimes:
     compute_ns: npt.NDArray[np.float64]  # [n] of the batch that it was in
     batch: npt.NDArray[np.int64]  # [n] number of that batch
     prefix: npt.NDArray[np.int64]  # [n] tokens found
+    fetched: npt.NDArray[np.int64]  # [n] rows that crossed the link
 
 
 class LiveNode:
@@ -90,6 +91,7 @@ class LiveNode:
         speed: how many times faster than the trace's clock its requests arrive.
         compute_scale: times the compute time of the scenario's profile that a stand-in takes; 0: none.
         table_rows: rows of each of the TABLES host tables. Rows of the law that lie past them share others' places.
+        tables: those of another node of the same model, to be shared, in place of new ones.
         verify: compare every row served, byte for byte, and every score with that of the whole request computed from
             the tables without any cache; of a stand-in every KV page.
 
@@ -106,6 +108,7 @@ class LiveNode:
         speed: float = 1.0,
         compute_scale: float = 1.0,
         table_rows: int = 1 << 21,
+        tables: Sequence[npt.NDArray[np.uint8]] | None = None,
         verify: bool = False,
     ) -> None:
         if backend not in BACKENDS:
@@ -123,7 +126,7 @@ class LiveNode:
         hardware = resolve_hardware(scenario.hardware)
         self.pages, page_tokens, self._rows_per_page = page_layout(scenario.hardware, model)
         self._page_bytes = scenario.hardware.page_kib * 1024
-        need = self.pages * self._page_bytes + TABLES * table_rows * model.row_bytes
+        need = self.pages * self._page_bytes + (TABLES * table_rows * model.row_bytes if tables is None else 0)
         _refuse_larger_than_memory(scenario, need)
         try:
             # The link has a stream of its own.
@@ -131,7 +134,7 @@ class LiveNode:
         except CudaUnavailableError as error:
             raise UserError(str(error)) from None
         most_tokens = int(trace.history_tokens.max())
-        self._compute = new_compute(model, hardware, backend, compute_scale, most_tokens)
+        self.compute = new_compute(model, hardware, backend, compute_scale, most_tokens)
         self.scenario = scenario
         self.trace = _at_speed(plain(trace), speed)
         self.backend = backend
@@ -154,7 +157,9 @@ class LiveNode:
                 f"{model.features_per_token} and model.candidates = {model.candidates} one request reads {most_rows} "
                 f"rows; at most {_MAX_REQUEST_ROWS} are possible"
             )
-        self.tables = [payload.make_table(k, table_rows, model.row_bytes) for k in range(TABLES)]
+        if tables is None:
+            tables = [payload.make_table(k, table_rows, model.row_bytes) for k in range(TABLES)]
+        self.tables = list(tables)
         self._most_rows = most_rows
         # What a token reads must be a function of its user and place alone, or cached keys and values would be others.
         _, first, user_at = np.unique(self.trace.user, return_index=True, return_inverse=True)
@@ -191,10 +196,11 @@ class LiveNode:
         first, at = np.searchsorted(self.trace.arrival_ns, [start_ns - warm_ns, start_ns])
         self.now_ns = start_ns - warm_ns
         most = self.scenario.hardware.max_batch
-        for i in range(int(first), int(at), most):
-            batch = [self._take(k) for k in range(i, min(i + most, int(at)))]
-            self._compute.warm(batch)
-            self._end(batch)
+        with self.compute.session():
+            for i in range(int(first), int(at), most):
+                batch = [self._take(k) for k in range(i, min(i + most, int(at)))]
+                self.compute.warm(batch)
+                self._end(batch)
         self._take_margins(start_ns)
         self._new_window()
         self._next = int(at)
@@ -212,6 +218,16 @@ class LiveNode:
         ]
         for thread in self._threads:
             thread.start()
+
+    def serve_at_once(self, numbers: Sequence[int]) -> list[Taken]:
+        """Serve these requests as one batch here and now, beside the clock, and return it; `times` has what it took.
+
+        In a session of `compute`, and while nothing arrives: the node's own threads must have nothing to do.
+        """
+        batch = [self._take(i) for i in numbers]
+        self.times.compute_ns[numbers] = self.compute.run(batch, self._stop)
+        self._end(batch)
+        return batch
 
     def set_target(self, alpha: float, revision: int | None = None) -> bool:
         """Ask for `alpha`, within the scenario's bounds; NaN is refused with ValueError.
@@ -271,6 +287,11 @@ class LiveNode:
                 engine_s=self._engine_ns * 1e-9,
             )
 
+    @property
+    def paused(self) -> bool:
+        """Whether the clock stands."""
+        return self._paused_ns is not None
+
     def clock_ns(self) -> int:
         """Return the time now, on the trace's clock."""
         return time.monotonic_ns() - self._origin_ns if self._paused_ns is None else self._paused_ns
@@ -290,19 +311,23 @@ class LiveNode:
             self._pausing, self._paused_ns = False, None
             self._lock.notify_all()
 
-    def run(self, until_ns: int) -> WindowStats:
-        """Sleep until `until_ns` of the trace's clock and return what was measured since the last call.
+    def wait(self, until_ns: int) -> None:
+        """Sleep until `until_ns` of the trace's clock.
 
         Raises:
             RuntimeError: a thread of the node failed (its error is the cause), or the node was closed meanwhile.
         """
-        pool = self.pool
         while (left_ns := until_ns - self.clock_ns()) > 0 and not self._halted.wait(left_ns * 1e-9):
             pass
         if self._error is not None:
             raise RuntimeError(f"serving failed: {self._error!r}; reset starts anew") from self._error
         if self._halted.is_set():
             raise RuntimeError("the node was closed while it was serving")
+
+    def run(self, until_ns: int) -> WindowStats:
+        """Sleep until `until_ns` of the trace's clock and return what was measured since the last call; see `wait`."""
+        pool = self.pool
+        self.wait(until_ns)
         alpha, backlog = pool.alpha, pool.backlog
         with self._lock:
             now = self.clock_ns()
@@ -325,7 +350,7 @@ class LiveNode:
             if thread.is_alive():
                 raise RuntimeError(f"thread {thread.name} has not ended within {_JOIN_S:g} s")
         self._threads = []
-        self._compute.close()
+        self.compute.close()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -360,7 +385,7 @@ class LiveNode:
         )
         # The system gives memory at its first use: let that be now, not while requests wait.
         _touch(pool.storage, *pool.state, *self._emb.state, *self._kv.state)
-        self._compute.start(pool)
+        self.compute.start(pool)
         self.revision = 0
         self.set_target(alpha)
         pool.migrate(self.pages)
@@ -371,7 +396,7 @@ class LiveNode:
         self._took = np.zeros(latency.SKETCH_BINS)
         self._link_busy_ns = self._compute_busy_ns = 0
         self.times = ServiceTimes(
-            np.full(requests, np.nan), np.full(requests, np.nan), np.full(requests, -1), np.full(requests, -1)
+            np.full(requests, np.nan), np.full(requests, np.nan), *(np.full(requests, -1) for _ in range(3))
         )
         self._batches = 0
         self._waiting: deque[int] = deque()  # for the link
@@ -389,8 +414,9 @@ class LiveNode:
         self.now_ns = 0
         self._start_engine(0.5)
         batch = [self._take(0)]
-        self._compute.run(batch, threading.Event())
-        self._end(batch)
+        with self.compute.session():
+            self.compute.run(batch, threading.Event())
+            self._end(batch)
         latency.complete(self._latency, 0, 1.0)
         latency.count(self._took, 1.0)
         latency.shed(self._latency, 0)
@@ -460,18 +486,23 @@ class LiveNode:
 
     def _serve(self) -> None:
         """Compute batches until told to stop."""
-        most = self.scenario.hardware.max_batch
-        while True:
-            with self._lock:
-                self._computing = 0
-                self._lock.notify_all()
-                self._lock.wait_for(lambda: self._stop.is_set() or (self._ready and not self._pausing))
-                if self._stop.is_set():
-                    return
-                self._admit(self.clock_ns())
-                batch = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
-                self._computing = len(batch)
-            self._serve_batch(batch)
+        with self.compute.session():
+            while batch := self._next_batch():
+                self._serve_batch(batch)
+
+    def _next_batch(self) -> list[Taken]:
+        """Wait for requests that are ready and take them off the queue; none: the node stops."""
+        with self._lock:
+            self._computing = 0
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: self._stop.is_set() or (self._ready and not self._pausing))
+            if self._stop.is_set():
+                return []
+            self._admit(self.clock_ns())
+            most = min(self.scenario.hardware.max_batch, len(self._ready))
+            batch = [self._ready.popleft() for _ in range(most)]
+            self._computing = len(batch)
+            return batch
 
     def _admit(self, now_ns: int) -> None:
         """Queue what has arrived by `now_ns`. Whoever takes requests out calls this first: so what finds the queue full
@@ -496,7 +527,7 @@ class LiveNode:
 
     def _serve_batch(self, batch: Sequence[Taken]) -> None:
         begun = time.perf_counter_ns()
-        compute_ns = self._compute.run(batch, self._stop)
+        compute_ns = self.compute.run(batch, self._stop)
         ended = time.perf_counter_ns()
         numbers = [one.number for one in batch]
         with self._lock:
@@ -521,21 +552,20 @@ class LiveNode:
         with pool.lock:  # nothing may be evicted between the look-up and the lease
             # Newest events were never computed, so they cannot be found.
             prefix = self._kv.lookup(user, history - int(trace.new_tokens[i]), EPOCH)
-            found = self._kv.pages(user).size
             kept = self._kv.extend(user, history, EPOCH)
             lease = self._kv.lease(user)
             pages = self._kv.pages(user)
         engine_ns = time.perf_counter_ns() - begun
-        ids, tables = self._rows_of(i, prefix)
+        ids, tables = self.rows_of(i, prefix)
         begun = time.perf_counter_ns()
         rows = self._emb.lookup(ids, tables)
         hits = int(np.count_nonzero(self._on_host(rows.hit)))  # on a device it waits for the rows, too
         engine_ns += time.perf_counter_ns() - begun
         wrong = payload.wrong_row_bytes(self._on_host(rows.rows), tables, ids) if self.verify else 0
-        one = Taken(i, user, prefix, history, kept, pages, found, lease, rows.rows, rows.fetched)
-        self._compute.take(one)
+        one = Taken(i, user, prefix, history, pages, lease, rows.rows, rows.fetched)
+        self.compute.take(one)
         with self._lock:
-            self.times.prefix[i] = prefix
+            self.times.prefix[i], self.times.fetched[i] = prefix, rows.fetched
             self._tokens += history
             self._tokens_hit += prefix
             self._rows_asked += ids.size
@@ -548,7 +578,7 @@ class LiveNode:
             self._wrong_bytes += wrong
         return one
 
-    def _rows_of(self, i: int, first: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int16]]:
+    def rows_of(self, i: int, first: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int16]]:
         """Return row and table of what request `i` reads for its tokens from `first` on, and for its candidates."""
         trace, rows, model = self.trace, self._rows.state, self._model
         history = int(trace.history_tokens[i])
@@ -561,7 +591,7 @@ class LiveNode:
 
     def _from_tables(self, i: int) -> npt.NDArray[np.uint8]:
         """Return all rows of request `i`, [n, row_bytes], read where they come from."""
-        ids, tables = self._rows_of(i, 0)
+        ids, tables = self.rows_of(i, 0)
         rows = np.empty((ids.size, self._model.row_bytes), np.uint8)
         for number, table in enumerate(self.tables):
             its = tables == number
@@ -575,7 +605,7 @@ class LiveNode:
         """Check what the batch has used and given, and let go of its pages."""
         for one in batch:
             if self.verify:
-                found = self._compute.check(one, self._from_tables(one.number))
+                found = self.compute.check(one, self._from_tables(one.number))
                 with self._lock:
                     self._pages_verified += found.pages
                     self._wrong_bytes += found.wrong_bytes

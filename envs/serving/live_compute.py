@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,9 +33,7 @@ class Taken:
     user: int
     prefix: int  # tokens found
     history: int
-    kept: bool  # the KV cache has room for all of it
-    pages: npt.NDArray[np.int32]  # of the history
-    found_pages: int  # of them, those that the user had
+    pages: npt.NDArray[np.int32]  # of the history; fewer than it needs where the KV cache has no room for it
     lease: KvLease | None
     rows: Any  # uint8 [n, row_bytes]: of the tokens after the prefix, then of the candidates
     fetched: int  # of them, those that crossed the link
@@ -58,6 +56,10 @@ class Compute(Protocol):
 
     def start(self, pool: HbmPool) -> None:
         """Take up a new pool."""
+        ...
+
+    def session(self) -> contextlib.AbstractContextManager[object]:
+        """Enter this on a thread before its first `run`, `warm` or `check`."""
         ...
 
     def take(self, one: Taken) -> None:
@@ -106,10 +108,15 @@ class StandIn:
         self._page = pool.host_memory(pool.page_bytes)
         self._checked = pool.host_memory(pool.page_bytes)
 
+    def session(self) -> contextlib.AbstractContextManager[object]:
+        """Nothing to prepare."""
+        return contextlib.nullcontext()
+
     def take(self, one: Taken) -> None:
-        """Write the new pages now: the next request may be the same user's."""
+        """Write the pages of what was not found, now: the next request may be the same user's."""
         assert self._pool is not None
-        for index in range(one.found_pages, one.pages.size):
+        page_tokens = self._pool.page_bytes // self._model.kv_bytes_per_token
+        for index in range(one.prefix // page_tokens, one.pages.size):
             payload.fill_page(self._page, one.user, EPOCH, index)
             self._pool.write_page(int(one.pages[index]), self._page)
 
@@ -185,25 +192,35 @@ class Network:
 
         self._pages = page_blocks(pool, self.hstu.shape, self.dtype)
 
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Without gradients; on one thread, for several spin while they wait, and the link needs a core, too."""
+        torch = self._torch
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            torch.set_num_threads(threads)
+
     def take(self, one: Taken) -> None:
         """See `Compute`."""
         one.network = self.hstu.request(self._pages, one.pages.tolist(), one.prefix, one.history, self._candidates)
 
     def run(self, batch: Sequence[Taken], stop: threading.Event) -> int:
         """See `Compute`; on a GPU the time is that between two events of its stream."""
-        torch = self._torch
-        with torch.inference_mode(), _one_thread(self._torch):
-            begun, first = time.perf_counter_ns(), self._event()
-            values = torch.cat([self._values(one.rows) for one in batch])
-            requests = [one.network for one in batch if one.network is not None]
-            scores = self.hstu(values, requests).split([one.candidates for one in requests])
-            for one, its in zip(batch, scores, strict=True):
-                one.scores = its
-            if not self._cuda:
-                return time.perf_counter_ns() - begun
-            last = self._event()
-            last.synchronize()
-            return round(first.elapsed_time(last) * 1e6)
+        begun, first = time.perf_counter_ns(), self._event()
+        values = [self._values(one.rows) for one in batch]
+        requests = [one.network for one in batch if one.network is not None]
+        scores = self.hstu(values[0] if len(batch) == 1 else self._torch.cat(values), requests)
+        for k, one in enumerate(batch):
+            one.scores = scores[k * self._candidates : (k + 1) * self._candidates]
+        if not self._cuda:
+            return time.perf_counter_ns() - begun
+        last = self._event()
+        last.synchronize()
+        return round(first.elapsed_time(last) * 1e6)
 
     def warm(self, batch: Sequence[Taken]) -> None:
         """Compute it: later requests find its keys and values."""
@@ -213,13 +230,11 @@ class Network:
         """Score the request once more, from the tables and without any cache."""
         from helm_rl.models.hstu import Request
 
-        torch = self._torch
-        with torch.inference_mode(), _one_thread(torch):
-            values = self._values(torch.from_numpy(rows).to(self.hstu.position.device))
-            blocks = self.hstu.new_blocks(1, one.history)
-            expected = self.hstu(values, [Request(0, one.history, self._candidates, blocks)])
-            # Not "more than": NaN is wrong, too.
-            right = int(((one.scores - expected).abs() <= self._tolerance).sum())
+        values = self._values(self._torch.from_numpy(rows).to(self.hstu.position.device))
+        blocks = self.hstu.new_blocks(1, one.history)
+        expected = self.hstu(values, [Request(0, one.history, self._candidates, blocks)])
+        # Not "more than": NaN is wrong, too.
+        right = int(((one.scores - expected).abs() <= self._tolerance).sum())
         return Checked(scores=self._candidates, wrong_scores=self._candidates - right)
 
     def close(self) -> None:
@@ -227,7 +242,7 @@ class Network:
         self._pages = []
 
     def _values(self, rows: Any) -> Any:
-        return self.hstu.pool(self._torch.from_dlpack(rows).view(self.dtype))
+        return self.hstu.pool(self._torch.as_tensor(rows).view(self.dtype))
 
     def _event(self) -> Any:
         if not self._cuda:
@@ -235,14 +250,3 @@ class Network:
         event = self._torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-@contextmanager
-def _one_thread(torch: Any) -> Iterator[None]:
-    """Let torch compute on one thread: several spin while they wait for each other, and the link needs a core, too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

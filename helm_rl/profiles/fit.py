@@ -138,14 +138,24 @@ def fit(name: str) -> dict[str, float]:
 
 
 def _fit_compute(points: Sequence[Point], peak_tflop_s: float) -> dict[str, float]:
-    """Fit efficiencies and batch_ms; one efficiency for both where the points ask for an impossible pair of them."""
     linear = np.array([point.linear_flop for point in points])
     pair = np.array([point.pair_flop for point in points])
-    ones = np.ones(len(points))
-    linear_ms, pair_ms, batch_ms = _least_squares([linear, pair, ones], points)
+    return fit_batches(linear, pair, np.array([point.ms for point in points]), peak_tflop_s)
+
+
+def fit_batches(linear: FloatArray, pair: FloatArray, ms: FloatArray, peak_tflop_s: float) -> dict[str, float]:
+    """Fit linear_efficiency, pair_efficiency and batch_ms to batches of so many FLOPs that took so long, each [n].
+
+    One efficiency for both kinds of work where the times ask for an impossible pair of them; a batch costs at least
+    nothing.
+    """
+    ones = np.ones(ms.size)
     peak_ms = 1e-9 / peak_tflop_s  # a FLOP at the peak
+    linear_ms, pair_ms, batch_ms = least_squares([linear, pair, ones], ms)
+    if batch_ms < 0:
+        (linear_ms, pair_ms), batch_ms = least_squares([linear, pair], ms), 0.0
     if not (linear_ms >= peak_ms and pair_ms >= peak_ms):
-        linear_ms, batch_ms = _least_squares([linear + pair, ones], points)
+        linear_ms, batch_ms = least_squares([linear + pair, ones], ms)
         pair_ms = linear_ms
     return {"linear_efficiency": peak_ms / linear_ms, "pair_efficiency": peak_ms / pair_ms, "batch_ms": batch_ms}
 
@@ -163,9 +173,12 @@ def _fit_kernels(compute: Sequence[Point], attention: Sequence[Point], hardware:
 def _least_squares(
     columns: list[FloatArray], points: Sequence[Point], known_ms: FloatArray | float = 0.0
 ) -> list[float]:
-    """Return the weights [len(columns)] whose sum, with what is known, has the least squared relative errors."""
     measured = np.array([point.ms for point in points])
-    known = np.array([point.resident_ms for point in points]) + known_ms
+    return least_squares(columns, measured, np.array([point.resident_ms for point in points]) + known_ms)
+
+
+def least_squares(columns: list[FloatArray], measured: FloatArray, known: FloatArray | float = 0.0) -> list[float]:
+    """Return the weights [len(columns)] whose sum, with what is known, has the least squared relative errors."""
     design = np.stack(columns, axis=1) / measured[:, None]
     scale = np.abs(design).max(axis=0)  # FLOPs and ones differ by 12 orders of magnitude
     weights, *_ = np.linalg.lstsq(design / scale, (measured - known) / measured, rcond=None)

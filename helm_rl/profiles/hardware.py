@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from helm_rl.errors import UserError
 from helm_rl.profiles.model import ModelProfile
@@ -124,6 +125,20 @@ HARDWARE: dict[str, HardwareProfile] = {
         "NumPy in float32, the fastest of nine runs; other work on the machine held the others to .2 to .5 of its peak",
         extrapolated=("batch_ms", "request_ms", "onboard_ms"),
     ),
+    "cpu-thread": HardwareProfile(
+        peak_tflop_s=0.09,
+        linear_efficiency=0.65,
+        pair_efficiency=0.57,
+        batch_ms=0.5,
+        request_ms=1.0,
+        local_gb_s=0.8,
+        pcie_gb_s=8.0,
+        onboard_ms=0.02,
+        hbm_gib=23.5,
+        source="measured, not published: an HSTU in PyTorch on one thread of an AMD EPYC (Zen 3), float32, scenario "
+        "laptop; `helm-rl calibrate hardware` measures the machine at hand",
+        extrapolated=("request_ms", "local_gb_s", "pcie_gb_s", "onboard_ms"),
+    ),
     "h100": _H100,
     "h200": replace(
         _H100,
@@ -159,9 +174,16 @@ def pcie_gb_s(section: HardwareSection) -> float:
 
 
 def resolve_hardware(section: HardwareSection) -> HardwareProfile:
-    """Return the scenario's hardware profile; UserError for an unknown name."""
+    """Return the scenario's hardware profile, by its name or from a file; UserError for an unknown one."""
+    if section.profile.endswith(".toml"):
+        from helm_rl.profiles.hardware_file import load_hardware  # it imports this module
+
+        return load_hardware(Path(section.profile))
     if section.profile not in HARDWARE:
-        raise UserError(f"hardware.profile = {section.profile!r} is unknown; known: {', '.join(sorted(HARDWARE))}")
+        raise UserError(
+            f"hardware.profile = {section.profile!r} is unknown; known: {', '.join(sorted(HARDWARE))}, or the path "
+            "of a .toml file from `helm-rl calibrate hardware`"
+        )
     return HARDWARE[section.profile]
 
 

@@ -96,7 +96,7 @@ def run_batches(env: HelmLiveEnv, instead: Callable[[Sequence[Taken]], object]) 
         instead(batch)
         return 1
 
-    env.node._compute.run = run  # type: ignore[method-assign]
+    env.node.compute.run = run  # type: ignore[method-assign]
 
 
 def until(truth: Callable[[], bool], limit_s: float = 10.0) -> None:
@@ -379,7 +379,7 @@ def test_one_that_is_dropped_ends_its_threads() -> None:
 def test_an_error_while_serving_is_raised_by_step_and_a_reset_starts_anew(make: Make) -> None:
     env = make(trace=arrivals(10, 2.0))
     env.reset(options={"start": 0, "alpha": 0.5})
-    run = env.node._compute.run
+    run = env.node.compute.run
 
     def fail(batch: Sequence[Taken]) -> None:
         raise OSError("the table is gone")
@@ -396,7 +396,7 @@ def test_an_error_while_serving_is_raised_by_step_and_a_reset_starts_anew(make: 
     assert time.monotonic() - begun < 2
     with pytest.raises(RuntimeError, match="the table is gone"):
         env.step(UP)
-    env.node._compute.run = run  # type: ignore[method-assign]
+    env.node.compute.run = run  # type: ignore[method-assign]
     env.reset(options={"start": 0, "alpha": 0.5})
     assert env.step(UP)[-1]["window"].completed > 0
 

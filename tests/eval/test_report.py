@@ -107,7 +107,7 @@ def test_curves_mark_the_minimum_of_every_regime(comparison: Comparison) -> None
 )
 def test_a_log_axis_has_a_handful_of_plain_ticks(low: float, high: float, ticks: list[float] | None) -> None:
     axes = Figure().subplots()
-    plots._log_ms(axes.yaxis, axes.set_yscale)
+    plots.log_ms(axes.yaxis, axes.set_yscale)
     axes.set_ylim(low, high)
     found = [tick for tick in axes.yaxis.get_major_locator()() if low <= tick <= high]
     assert 3 <= len(found) <= 8

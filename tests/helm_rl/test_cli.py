@@ -125,6 +125,8 @@ def test_the_commands_of_this_release() -> None:
         "checkpoints list",
         "checkpoints show",
         "eval suite",
+        "eval live",
+        "calibrate hardware",
         "eval compare",
         "eval learning",
         "eval headroom",

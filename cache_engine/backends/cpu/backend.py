@@ -102,10 +102,11 @@ class CpuBackend:
         try:
             unique = int(kernels.lookup_packed(self._packed, tables, keys, n))
             if out is not None:
-                first = scratch.first[:unique]
                 staged = np.empty((unique, self._row_bytes), np.uint8)
-                batch.read_rows(self._tables, tables[first], keys[first], staged)
-                self._store(unique, staged)
+                if unique:
+                    first = scratch.first[:unique]
+                    batch.read_rows(self._tables, tables[first], keys[first], staged)
+                    self._store(unique, staged)
                 payload.gather_rows(
                     self._storage,
                     self._page_bytes,

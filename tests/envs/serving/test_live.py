@@ -95,7 +95,7 @@ def test_a_damaged_page_gives_wrong_scores(make: Make, side: str) -> None:
     until(lambda: node.totals.requests == 1)
     with node.pool.lock:
         page = int(node._kv.pages(3)[0])
-        keys, values = node._compute._pages[page][0]  # type: ignore[attr-defined]
+        keys, values = node.compute._pages[page][0]  # type: ignore[attr-defined]
         (keys if side == "keys" else values)[0, 3, 5] += 40.0
     until(lambda: node.totals.requests == 2)
     node._shut_down()
@@ -105,14 +105,14 @@ def test_a_damaged_page_gives_wrong_scores(make: Make, side: str) -> None:
 
 def test_a_score_that_is_no_number_is_wrong(make: Make) -> None:
     node = make(load=trace([5.0], [3], [40], [40]))
-    run = node._compute.run
+    run = node.compute.run
 
     def spoil(batch: Sequence[Taken], stop: threading.Event) -> int:
         took = run(batch, stop)
         batch[0].scores = batch[0].scores + float("nan")
         return took
 
-    node._compute.run = spoil  # type: ignore[method-assign]
+    node.compute.run = spoil  # type: ignore[method-assign]
     node.reset(0.5, 0)
     until(lambda: node.totals.scores_verified == 8)
     assert node.totals.wrong_scores == 8

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 from rich.progress import Progress
 
@@ -38,7 +39,7 @@ def test_the_stored_numbers_are_the_fitted_ones_and_the_rest_is_marked(name: str
     for field, value in fitted.items():
         assert getattr(profile, field) == round(value, fitting.DIGITS[field]), field
         assert field not in profile.extrapolated
-    if name != "cpu":  # measured, not published
+    if not name.startswith("cpu"):  # measured, not published
         assert set(profile.extrapolated) == {"request_ms", *fitting.DIGITS} - set(fitted)
 
 
@@ -146,3 +147,19 @@ def test_this_processor_can_be_measured() -> None:
     }
     for name, figure in figures.items():
         assert 0.05 < figure.value < 20_000, name
+
+
+@pytest.mark.parametrize("batch_ms", [0.0, 2.5])
+def test_batches_of_known_times_give_the_speeds_back(batch_ms: float) -> None:
+    linear = np.array([1e9, 2e9, 5e8, 4e9, 3e9])
+    pair = np.array([1e8, 3e9, 2e9, 1e7, 8e8])
+    ms = batch_ms + linear / 40e6 + pair / 25e6  # 40 and 25 GFLOP/s
+    found = fitting.fit_batches(linear, pair, ms, peak_tflop_s=0.1)
+    assert found == pytest.approx({"linear_efficiency": 0.4, "pair_efficiency": 0.25, "batch_ms": batch_ms}, abs=1e-6)
+
+
+def test_a_batch_costs_at_least_nothing() -> None:
+    linear = np.array([1e9, 2e9, 5e8, 4e9])
+    pair = np.array([1e8, 3e9, 2e9, 1e7])
+    ms = linear / 40e6 + pair / 25e6 - 5.0
+    assert fitting.fit_batches(linear, pair, ms, peak_tflop_s=0.1)["batch_ms"] == 0

@@ -96,6 +96,7 @@ def test_a_model_larger_than_the_device() -> None:
 def test_an_unknown_profile_is_refused() -> None:
     assert resolve_hardware(HardwareSection()) is HARDWARE["a100-80g"]
     with pytest.raises(
-        UserError, match=r"hardware\.profile = 'tpu' is unknown; known: a100-80g, b200, cpu, h100, h200, l20"
+        UserError,
+        match=r"hardware\.profile = 'tpu' is unknown; known: a100-80g, b200, cpu, cpu-thread, h100, h200, l20",
     ):
         resolve_hardware(HardwareSection(profile="tpu"))

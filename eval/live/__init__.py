@@ -1,0 +1,1 @@
+"""What is measured on the live node, on the wall clock: its hardware, the model's errors, controllers side by side."""

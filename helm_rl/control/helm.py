@@ -23,7 +23,7 @@ from helm_rl.observation import SIZE
 
 CAUSES = ("not_finite", "out_of_range", "stale", "late", "no_alpha", "network")
 """Why a decision fell back: a signal is NaN or infinite; one is outside its bounds in the schema; the observation is
-too old; the call came too late; no applied alpha is known where one is needed; the network overflowed."""
+too old; the call came too late; no applied alpha is known where one is needed; a network overflowed."""
 
 _MOST_INTERVALS = 1_000_000
 _FOREVER_NS = 1 << 62
@@ -62,8 +62,8 @@ class Helm:
     the target stays at the last safe alpha, the last that was decided upon; before there is one, at the applied alpha,
     within the bounds; where that is no number within [0, 1] either, NaN comes out: leave alone what is applied.
     `fallbacks` counts these by their causes; with them late calls, after which the target moves by one interval's step
-    at most, and overflows of the network, by which the policy's own target does not move. While a burst is on only the
-    share of hot users has to be valid, for the rule reads nothing else.
+    at most, and overflows: of the network, which then does not move its target, or of the adapter's, which then adds
+    nothing. While a burst is on only the share of hot users has to be valid, for the rule reads nothing else.
 
     Args:
         base: the frozen policy.

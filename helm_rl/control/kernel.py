@@ -145,10 +145,10 @@ def decide(memory: npt.NDArray[np.uint8], applied_alpha: float, now_ns: int, age
             adapter.taken[0] = 0
         normalise(policy, helm.observation, own_alpha(adapter, helm.observation))
         action = mean_action(policy)
-        counts[NETWORK] += math.isnan(action)
         before = policy.numbers[TARGET]
         own = move(policy, action, applied_alpha - adapter.numbers[OFFSET])
-        choose_offset(policy, helm.net, adapter, before, mode)
+        overflowed = choose_offset(policy, helm.net, adapter, before, mode)
+        counts[NETWORK] += overflowed or math.isnan(action)
         target = way_back(recovery, within(policy, own + adapter.numbers[OFFSET]), passed_ns * 1e-9)
     helm.numbers[SAFE] = within(policy, target)
     return helm.numbers[SAFE]

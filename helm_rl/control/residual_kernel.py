@@ -156,10 +156,16 @@ def _choose(policy: PolicyState, net: NetState, adapter: AdapterState, moved: fl
 
 
 @inner
-def choose_offset(policy: PolicyState, net: NetState, adapter: AdapterState, before: float, mode: int) -> None:
-    """Choose the offset, after the policy has moved its target from `before`, NaN: from none."""
+def choose_offset(policy: PolicyState, net: NetState, adapter: AdapterState, before: float, mode: int) -> bool:
+    """Choose the offset, after the policy has moved its target from `before`, NaN: from none.
+
+    Return whether the network overflowed, and so said nothing.
+    """
     moved = 0.0 if math.isnan(before) else (policy.numbers[TARGET] - before) / policy.numbers[STEP]
-    adapter.numbers[OFFSET] = adapter.numbers[BOUND] * _choose(policy, net, adapter, moved, mode)
+    chosen = _choose(policy, net, adapter, moved, mode)
+    overflowed = math.isnan(chosen)
+    adapter.numbers[OFFSET] = 0.0 if overflowed else adapter.numbers[BOUND] * chosen
+    return overflowed
 
 
 @kernel

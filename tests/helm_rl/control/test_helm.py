@@ -281,6 +281,17 @@ def test_a_network_that_overflows_is_counted_and_moves_nothing(policy: Path) -> 
     assert helm.fallbacks()["network"] == 20
 
 
+def test_an_adapter_that_overflows_is_counted_and_adds_nothing(policy: Path) -> None:
+    helm, base = acting(policy), BasePolicy.load(policy)
+    assert helm.adapter is not None
+    helm.base.state.std[...] = base.state.std[...] = 1e-3  # as above
+    first = helm.adapter.net.weights[0]
+    first[::2], first[1::2] = 1e308, -1e308
+    for one in windows(np.random.default_rng(1), 20):
+        assert helm.decide(one, 0.4, 0) == base.decide(one, 0.4, 0)
+    assert helm.fallbacks()["network"] == 20
+
+
 def test_the_rule_stays_within_the_bounds(policy: Path) -> None:
     helm = acting(policy)
     helm.detector.counts[burst.ACTIVE] = 1

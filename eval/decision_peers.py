@@ -117,14 +117,16 @@ class Contest:
 
     def _learning(self, helm: Any) -> Call:
         from helm_rl.metrics import WindowStats
+        from helm_rl.observation import OBSERVATION_NAMES
 
-        fields = dict.fromkeys(WindowStats.__dataclass_fields__, 0) | {"end_ns": 10**9, "p99_ms": 50.0, "pages": 1}
-        fields |= {"arrivals": 100, "completed": 100, "history_tokens": 150_000, "tail_cost_sum": 20.0, "alpha": 0.5}
-        window = WindowStats(**fields)  # type: ignore[arg-type]
+        fields: dict[str, Any] = dict.fromkeys(WindowStats.__dataclass_fields__, 0) | {"end_ns": 10**9, "pages": 1}
+        fields |= {"arrivals": 100, "completed": 100, "history_tokens": 150_000, "alpha": 0.5, "emb_margin_ms": 1.0}
         observations, decide, feedback = self.observations, helm.decide, helm.feedback
+        p99_ms = [50.0 * float(one[OBSERVATION_NAMES.index("p99_over_slo")]) for one in observations]
+        windows = [WindowStats(**fields | {"p99_ms": each}) for each in p99_ms]
 
         def call(i: int) -> float:
-            feedback(window)
+            feedback(windows[i])
             return decide(observations[i], 0.5, 0)
 
         return call
@@ -132,11 +134,13 @@ class Contest:
     def _compiled(self) -> dict[str, Call]:
         from eval.timed_kernels import nothing
         from helm_rl.control import kernel
+        from helm_rl.control.guard import Mode
 
+        acts = Mode.ACT.value
         memory = self.twin._memory  # addresses of its arrays: it must live on
         return {
-            "kernel": lambda i: kernel.decide(memory, 0.5, 0, 0, 2),
-            "empty_call": lambda i: nothing(memory, 0.5, 0, 0, 2),
+            "kernel": lambda i: kernel.decide(memory, 0.5, 0, 0, acts),
+            "empty_call": lambda i: nothing(memory, 0.5, 0, 0, acts),
             "clock": lambda i: 0.5,
         }
 
@@ -166,20 +170,20 @@ class Contest:
         return call
 
     def _onnxruntime(self) -> dict[str, Call]:
-        from helm_rl.frozen import START, Frozen
+        from helm_rl.frozen import START, Frozen, offset_of
         from helm_rl.onnx_file import onnx_bytes
 
-        adapter, bounds = self.helm.adapter, self.bounds
+        bounds = self.bounds
+        residual, bound, limit, pace = offset_of(self.helm.adapter)
         frozen = Frozen(
             mean=self.tensors["normaliser.mean"],
             std=self.std,
             clip=self.network.observation_clip,
             base=tuple(self.layers),
-            residual=tuple(
-                (weight.T.astype(np.float32), bias.astype(np.float32))
-                for weight, bias in zip(adapter.net.weights, adapter.net.biases, strict=True)
-            ),
-            bound=adapter.settings.bound,
+            residual=residual,
+            bound=bound,
+            limit=limit,
+            pace=pace,
             step=self.helm.base.step,
             alpha_min=bounds.alpha_min,
             alpha_max=bounds.alpha_max,

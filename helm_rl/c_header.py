@@ -38,6 +38,8 @@ $names
 #define HELM_ALPHA_MIN $alpha_min
 #define HELM_ALPHA_MAX $alpha_max
 #define HELM_BOUND $bound /* of the offset that is added to the policy's own target; 0: there is none */
+#define HELM_LIMIT $limit /* how far of that it may go */
+#define HELM_PACE $pace /* most that it changes in a decision */
 
 $arrays
 
@@ -86,7 +88,9 @@ static inline double helm_decide(const float observation[HELM_FEATURES], double 
         if (isnan(action)) action = 0.0;
         state[0] = helm_clip(before + helm_clip(action, -1.0, 1.0) * HELM_STEP, HELM_ALPHA_MIN, HELM_ALPHA_MAX);
         x[HELM_FEATURES] = first ? 0.0f : (float)((state[0] - before) / HELM_STEP);
-        state[1] = HELM_BOUND * helm_residual(x);
+        action = helm_clip(HELM_BOUND * helm_residual(x), -HELM_LIMIT, HELM_LIMIT);
+        if (isnan(action)) action = 0.0;
+        state[1] += helm_clip(action - state[1], -HELM_PACE, HELM_PACE);
     }
     return helm_clip(state[0] + state[1], HELM_ALPHA_MIN, HELM_ALPHA_MAX);
 }
@@ -130,6 +134,8 @@ def header(frozen: Frozen) -> str:
         alpha_min=repr(frozen.alpha_min),
         alpha_max=repr(frozen.alpha_max),
         bound=repr(frozen.bound),
+        limit=repr(frozen.limit),
+        pace=repr(frozen.pace),
         arrays="\n".join(arrays),
         networks="\n\n".join(functions if frozen.residual else [*functions, _NO_RESIDUAL]),
     )

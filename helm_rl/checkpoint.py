@@ -28,7 +28,6 @@ from helm_rl.files import atomic_file, atomic_folder, refuse_existing, write_tex
 Tensors = dict[str, npt.NDArray[Any]]
 Shapes = dict[str, tuple[type[np.generic], tuple[int, ...]]]
 
-FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 POLICY_FILE = "policy.safetensors"
 RESIDUAL_FILE = "residual.json"
@@ -431,13 +430,12 @@ def read_document(model: type[_Model], file: Path) -> _Model:
     if not isinstance(document, dict):
         raise UserError(f"{file}: expected a JSON object, found {type(document).__name__}")
     # The version comes before the fields: a newer format may have any.
-    version = document.get("format_version")
+    version, newest = document.get("format_version"), model.model_fields["format_version"].default
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise UserError(f"{file}: format_version: expected a number from 1 to {FORMAT_VERSION}, found {version!r}")
-    if version > FORMAT_VERSION:
+        raise UserError(f"{file}: format_version: expected a number from 1 to {newest}, found {version!r}")
+    if version > newest:
         raise UserError(
-            f"{file}: format_version: {version} is newer than {FORMAT_VERSION}, the newest that this helm-rl "
-            "reads; upgrade it"
+            f"{file}: format_version: {version} is newer than {newest}, the newest that this helm-rl reads; upgrade it"
         )
     try:
         # Strict, but in JSON mode, where a list may be a tuple: "1" is no number.

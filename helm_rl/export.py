@@ -50,7 +50,7 @@ class ExportArgs:
     """Turn the best policy of a training run into a bundle: policy, config, model card, and the layers above it.
 
     For servers without Python, a bundle becomes an ONNX file or a C header: normaliser, base policy, the offset of a
-    residual adapter that has proven itself, and bounds. Detectors, recovery and whatever learns stay with the bundle.
+    residual adapter that may act, and bounds. Detectors, recovery and whatever learns stay with the bundle.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|BUNDLE")]
@@ -323,7 +323,7 @@ def _export_files(bundle: Bundle, args: ExportArgs) -> None:
         print(f"header: {args.header}")
     left = {DETECTOR_FILE: "detectors and recovery, which look at every tick"}
     if not frozen.residual:
-        left[RESIDUAL_FILE] = "the residual adapter, which has not proven itself"
+        left[RESIDUAL_FILE] = "the residual adapter, which its guard does not let act"
     for file in bundle.layers:
         if file in left:
             print(f"left out: {left[file]}")

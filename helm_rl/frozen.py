@@ -20,6 +20,8 @@ from helm_rl.checkpoint import POLICY_FILE, Bundle
 from helm_rl.control.guard import Guard, Mode
 from helm_rl.control.helm import Helm
 from helm_rl.control.layers import Layer, controller, layers_of
+from helm_rl.control.residual import Residual
+from helm_rl.control.residual_kernel import BOUND, LIMIT, PACE
 from helm_rl.observation import HIGH, LOW, SIZE
 
 STATE_SIZE = 2
@@ -35,7 +37,8 @@ class Frozen:
 
     mean, std: of the normaliser, float64 [17]; clip: of what is normalised; base, residual: weight [outputs, inputs]
     and bias [outputs] of each layer, tanh between them, `residual` empty where no offset is added; bound: of the
-    offset; step: what an action of 1 adds to the target.
+    offset, of which limit is allowed; pace: most that it changes in a decision; step: what an action of 1 adds to the
+    target.
     """
 
     mean: npt.NDArray[np.float64]
@@ -44,6 +47,8 @@ class Frozen:
     base: Layers
     residual: Layers
     bound: float
+    limit: float
+    pace: float
     step: float
     alpha_min: float
     alpha_max: float
@@ -55,16 +60,14 @@ class Frozen:
 def freeze(bundle: Bundle, interval_s: float | None = None) -> Frozen:
     """Return the function of a bundle at an interval, which may be left out where it was trained for one alone.
 
-    The residual adapter's offset is in it if the adapter has proven itself, and is then always acted on.
+    The residual adapter's offset is in it if its guard let it act in the end, and is then always acted on.
 
     Raises:
         UserError: it was trained for other intervals, or the adapter's file is wrong.
     """
     helm = acting(bundle, interval_s)
-    residual: Layers = ()
-    if helm.adapter is not None:
-        layers = zip(helm.adapter.net.weights, helm.adapter.net.biases, strict=True)
-        residual = tuple((weight.T.astype(np.float32), bias.astype(np.float32)) for weight, bias in layers)
+    begin(helm)
+    residual, bound, limit, pace = ((), 0.0, 0.0, 0.0) if helm.adapter is None else offset_of(helm.adapter)
     tensors, network, bounds = bundle.tensors, bundle.config.network, bundle.config.bounds
     depth = len(network.hidden)
     return Frozen(
@@ -73,7 +76,9 @@ def freeze(bundle: Bundle, interval_s: float | None = None) -> Frozen:
         clip=network.observation_clip,
         base=tuple((tensors[f"actor.{2 * i}.weight"], tensors[f"actor.{2 * i}.bias"]) for i in range(depth + 1)),
         residual=residual,
-        bound=0.0 if helm.adapter is None else helm.adapter.settings.bound,
+        bound=bound,
+        limit=limit,
+        pace=pace,
         step=helm.base.step,
         alpha_min=bounds.alpha_min,
         alpha_max=bounds.alpha_max,
@@ -83,15 +88,23 @@ def freeze(bundle: Bundle, interval_s: float | None = None) -> Frozen:
     )
 
 
+def offset_of(adapter: Residual) -> tuple[Layers, float, float, float]:
+    """Return an adapter's network, and bound, limit and pace of its offset in its block, as `Frozen` has them."""
+    adapter.mode()
+    bound, limit, pace = (float(adapter.state.numbers[k]) for k in (BOUND, LIMIT, PACE))
+    layers = zip(adapter.net.weights, adapter.net.biases, strict=True)
+    return tuple((weight.T.astype(np.float32), bias.astype(np.float32)) for weight, bias in layers), bound, limit, pace
+
+
 def acting(bundle: Bundle, interval_s: float | None) -> Helm:
-    """Return a bundle's controller without recovery, and without its adapter unless that is proven; see `begin`."""
+    """Return a bundle's controller without recovery, and without its adapter unless that may act; see `begin`."""
     with_adapter: tuple[Layer, ...] = ("residual",) if "residual" in layers_of(bundle) else ()
     helm = controller(bundle, interval_s, with_adapter)
     adapter = helm.adapter
     if adapter is None:
         return helm
     assert isinstance(adapter.guard, Guard)
-    return helm if adapter.settings.bound > 0 and adapter.guard.proven else controller(bundle, interval_s, ())
+    return helm if adapter.settings.bound > 0 and adapter.guard.may_act else controller(bundle, interval_s, ())
 
 
 def begin(helm: Helm) -> None:

@@ -49,6 +49,8 @@ class WindowStats:
     pages: int
     emb_margin_ms: float  # ms saved per request by 1 % more of the pool as EMB (ghost estimate)
     kv_margin_ms: float  # the same as KV
+    # of kv_margin_ms, what is saved on the link: rows of histories that are not read again
+    kv_margin_link_ms: float = 0.0
     fetched_bytes: float = 0.0  # over link and PCIe while requests waited for them
     refilled_bytes: float = 0.0  # over the link in the background
     # largest statistic of a burst detector over its threshold, of all ticks; 0 where none looked

@@ -26,7 +26,7 @@ _Node: TypeAlias = Any
 _End: TypeAlias = Any
 
 KIND = "helm_rl_decision"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 OPSET, IR_VERSION = 17, 8  # of 2022: what runs on servers is seldom new
 _ALPHA = OBSERVATION_NAMES.index("alpha")
 
@@ -48,7 +48,8 @@ class OnnxMetadata(Section):
 
     observation_names, hidden and residual_hidden are JSON. policy_sha256: of the bundle's weights; observation_clip: of
     what is normalised; interval_s: seconds between decisions; hidden, residual_hidden: widths of the networks' hidden
-    layers, the latter empty where no offset is added; residual_bound: of the offset.
+    layers, the latter empty where no offset is added; residual_bound: of the offset, of which residual_limit is
+    allowed; residual_pace: most that it changes in a decision.
     """
 
     kind: Literal["helm_rl_decision"]
@@ -66,6 +67,8 @@ class OnnxMetadata(Section):
     hidden: Json[Widths]
     residual_hidden: Json[Widths]
     residual_bound: float = Field(ge=0, le=0.5)
+    residual_limit: float = Field(ge=0, le=0.5)
+    residual_pace: float = Field(ge=0, le=10)
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ def onnx_bytes(frozen: Frozen) -> bytes:
         "hidden": json.dumps(_hidden(frozen.base)),
         "residual_hidden": json.dumps(_hidden(frozen.residual)),
         "residual_bound": repr(frozen.bound),
+        "residual_limit": repr(frozen.limit),
+        "residual_pace": repr(frozen.pace),
     }
     metadata = OnnxMetadata.model_validate(fields)
     tensors = _constants(metadata) | {"normaliser.mean": frozen.mean, "normaliser.std": frozen.std}
@@ -280,7 +285,9 @@ def _constants(metadata: OnnxMetadata) -> Tensors:
         "state.parts": np.ones(STATE_SIZE, np.int64),
     }
     if metadata.residual_hidden:
-        numbers["bound"] = metadata.residual_bound
+        limit, pace = metadata.residual_limit, metadata.residual_pace
+        numbers |= {"bound": metadata.residual_bound, "limit.low": -limit, "limit.high": limit}
+        numbers |= {"pace.low": -pace, "pace.high": pace}
         others |= {"alpha.index": np.array([_ALPHA]), "alpha.mask": np.arange(SIZE) == _ALPHA}
     return others | {name: np.array(value, np.float64) for name, value in numbers.items()}
 
@@ -372,7 +379,11 @@ def _nodes(metadata: OnnxMetadata) -> list[_Node]:
         moved = cast(step("Where", "first share.low moved.steps", "moved.known"), "moved.input", TensorProto.FLOAT)
         step("Concat", f"normalised {moved}", "residual.input", axis=1)
         odds = step("Tanh", network("residual", "residual.input", len(metadata.residual_hidden) + 1), "odds")
-        step("Mul", f"{cast(odds, 'odds.wide', TensorProto.DOUBLE)} bound", "offset.new")
+        step("Mul", f"{cast(odds, 'odds.wide', TensorProto.DOUBLE)} bound", "offset.free")
+        step("IsNaN", "offset.free", "offset.nan")
+        step("Where", "offset.nan share.low offset.free", "offset.said")
+        step("Sub", f"{step('Clip', 'offset.said limit.low limit.high', 'offset.meant')} last.offset", "offset.way")
+        step("Add", f"last.offset {step('Clip', 'offset.way pace.low pace.high', 'offset.paced')}", "offset.new")
         offset = step("Where", "decides offset.new last.offset", "offset")
         whole = step("Add", f"{target} {offset}", "whole")
     step("Concat", f"{target} {offset}", "next_state", axis=1)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from envs.serving.replay import ClusterReplay, Replay
     from helm_rl.workloads.trace import Trace
 
-FALSE_COST = 0.1
-"""Mean tail cost that false feedback tells of."""
+FALSIFIED = ("p99_ms", "link_busy_ns", "compute_busy_ns", "emb_margin_ms", "kv_margin_ms", "kv_margin_link_ms")
+"""What false feedback is false in."""
 STEP = 0.04
 """Spacing of the statics behind alpha*."""
 MOST_NODES = 1024
@@ -55,7 +55,7 @@ MOST_NODES = 1024
 STUDENT_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 """One-sided 95 % points of Student's t for 1, 2, ... degrees of freedom; the last serves for more."""
 
-Feedback = Literal["true", "constant", "random", "inverted"]
+Feedback = Literal["true", "constant", "random", "inverted", "swapped"]
 
 
 @dataclass
@@ -98,7 +98,8 @@ class Args:
     learning_rate: float = ResidualSettings.learning_rate
     """Step of the adapter's gradient ascent."""
     feedback: Feedback = "true"
-    """What the adapter is told: what was measured, always the same, dice, or the contrary; the observation is true."""
+    """What the adapter is told: what was measured, always the same, dice, or the contrary; swapped: true latencies, but
+    the contrary of what pages are worth. The observation is true."""
     jobs: int = 2
     """Replays at a time; one core each."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
@@ -116,7 +117,7 @@ class Kept:
         self.adapter = adapter
         self._feedback = feedback
         self._rng = np.random.default_rng([seed, 0xFEED])
-        self._usual = np.nan  # cost of a request of late, about which it is inverted
+        self._usual: WindowStats | None = None  # the first with a P99
 
     def reset(self, seed: int) -> None:
         """Begin another replay."""
@@ -132,21 +133,41 @@ class Kept:
 
     def feedback(self, window: WindowStats) -> None:
         """Pass on what was measured, or what takes its place."""
-        if window.completed == 0 or self._feedback == "true":
-            self.adapter.feedback(window)
-            return
-        cost = window.tail_cost_sum / window.completed
-        if np.isnan(self._usual):
-            self._usual = cost
+        if math.isfinite(window.p99_ms):
+            if self._usual is None:
+                self._usual = window
+            told = self._told(window, self._usual)
+        else:
+            told = {}
+        self.adapter.feedback(dataclasses.replace(window, **told))
+
+    def _told(self, window: WindowStats, usual: WindowStats) -> dict[str, Any]:
+        """Return what is falsified, by the fields of a window: P99, busy times, and what pages are worth."""
         match self._feedback:
+            case "true":
+                return {}
             case "constant":
-                told = FALSE_COST
+                return {name: getattr(usual, name) for name in FALSIFIED}
             case "random":
-                told = FALSE_COST * float(self._rng.lognormal())
+                return {
+                    name: type(getattr(usual, name))(getattr(usual, name) * self._rng.lognormal())
+                    for name in FALSIFIED
+                }
             case "inverted":
-                told = self._usual**2 / cost
-        self._usual *= (cost / self._usual) ** 0.01
-        self.adapter.feedback(dataclasses.replace(window, tail_cost_sum=told * window.completed))
+                return {"p99_ms": usual.p99_ms**2 / window.p99_ms, **_swapped(window)}
+            case "swapped":
+                return _swapped(window)
+
+
+def _swapped(window: WindowStats) -> dict[str, Any]:
+    """Return the window with the parts of rows and of keys and values, and of link and accelerator, exchanged."""
+    return {
+        "link_busy_ns": window.compute_busy_ns,
+        "compute_busy_ns": window.link_busy_ns,
+        "emb_margin_ms": window.kv_margin_ms,
+        "kv_margin_ms": window.emb_margin_ms,
+        "kv_margin_link_ms": 0.0,
+    }
 
 
 @dataclass(frozen=True)
@@ -181,7 +202,7 @@ class Result:
     learning: list[float]
     draws: list[Draw]
     tripped: int
-    proven: bool
+    may_act: bool
     learnt: Learnt | None
     seconds: float
 
@@ -305,7 +326,7 @@ def measure(scenario: Scenario, bundle: Bundle, args: Args, work: Work) -> Resul
         swept = sweep_adaptively(scenario, generate(scenario, seed=seed), work, STEP)
         adapted, alone = serve_both(seed)
         draws.append(Draw(swept, alone, adapted))
-    return Result(serving, learning, draws, judge.tripped, judge.proven, learnt, time.perf_counter() - begun)
+    return Result(serving, learning, draws, judge.tripped, judge.may_act, learnt, time.perf_counter() - begun)
 
 
 def adapters_of(bases: Sequence[BasePolicy], args: Args) -> tuple[list[Residual], Judge]:
@@ -350,7 +371,8 @@ def save(path: Path, bundle: Bundle, result: Result, args: Args) -> None:
 def table(result: Result, args: Args) -> Table:
     """Return the base alone and with the adapter side by side."""
     figures = {name: figure.value for name, figure in result.figures().items()}
-    state = "it may act" if result.proven else "its guard keeps it still" if result.tripped else "it is on probation"
+    state = "it acts" if result.may_act else "its guard keeps it still"
+    state += f", after {result.tripped} rests" if result.tripped and result.may_act else ""
     nodes = f", {args.nodes} nodes" if args.nodes > 1 else ""
     title = (
         f"{result.scenario.name}{nodes}: base policy with a residual adapter that learnt for "

@@ -23,7 +23,7 @@ from envs.serving.node import page_layout, plain
 from envs.serving.rows import ITEMS, build_rows, candidate_token_rows, token_rows
 from helm_rl import latency
 from helm_rl.errors import UserError
-from helm_rl.margins import Margins
+from helm_rl.margins import Margins, Saved
 from helm_rl.memory import free_bytes
 from helm_rl.metrics import WindowStats
 from helm_rl.profiles.hardware import link_gb_s, resolve_hardware
@@ -641,13 +641,13 @@ class LiveNode:
         self._arrivals = self._returned = self._tokens = self._tokens_hit = 0
         self._looked_up = self._rows_asked = self._rows_hit = self._fetched = self._moved = 0
 
-    def _take_margins(self, now_ns: int) -> tuple[float, float]:
+    def _take_margins(self, now_ns: int) -> Saved:
         seconds = (now_ns - self.now_ns) * 1e-9
         return self._margins.take(self._looked_up, self._rows_asked, self._fetched, seconds)
 
     def _window_stats(self, now_ns: int, alpha: float, backlog: int) -> WindowStats:
         w = self._latency.window
-        emb_margin, kv_margin = self._take_margins(now_ns)
+        margins = self._take_margins(now_ns)
         return WindowStats(
             start_ns=self.now_ns,
             end_ns=now_ns,
@@ -673,8 +673,9 @@ class LiveNode:
             backlog_pages=backlog,
             moved_pages=self._moved,
             pages=self.pages,
-            emb_margin_ms=emb_margin,
-            kv_margin_ms=kv_margin,
+            emb_margin_ms=margins.emb_ms,
+            kv_margin_ms=margins.kv_ms,
+            kv_margin_link_ms=margins.kv_link_ms,
         )
 
 

@@ -56,6 +56,7 @@ class LiveAdapter:
                 pages=window.pages,
                 emb_margin_ms=window.emb_margin_ms,
                 kv_margin_ms=window.kv_margin_ms,
+                kv_margin_link_ms=window.kv_margin_link_ms,
                 revision=self._node.revision,
             )
 

@@ -365,7 +365,8 @@ class NodeSim:
         start_ns, self.now_ns = self.now_ns, until_ns
         w, q, sums = node.window, queue.measured.window, queue.sums
         self._ghost_requests += w[loop.ARRIVALS]
-        emb_ms, kv_ms = self._ghost_hit_ms()
+        emb_ms, kv_ms, link_share = self._ghost_hit_ms()
+        kv_margin_ms = 0.01 * _slope(node.kv_ghost.hits, 1.0 - self.alpha) * kv_ms
         emb_hits, kv_hits = node.emb_ghost.hits, node.kv_ghost.hits
 
         def whole(count: float) -> int:  # of a sample: an estimate
@@ -397,7 +398,8 @@ class NodeSim:
             moved_pages=int(w[loop.MOVED]),
             pages=self.pages,
             emb_margin_ms=0.01 * _slope(emb_hits, self.alpha) * emb_ms,
-            kv_margin_ms=0.01 * _slope(kv_hits, 1.0 - self.alpha) * kv_ms,
+            kv_margin_ms=kv_margin_ms,
+            kv_margin_link_ms=link_share * kv_margin_ms,
             fetched_bytes=float(w[loop.FETCHED]),
             refilled_bytes=float(w[loop.REFILLED]),
             burst_score=burst_score,
@@ -459,16 +461,21 @@ class NodeSim:
                 f"to {present:g} requests x ns, and their times in the system to {took:g} ns"
             )
 
-    def _ghost_hit_ms(self) -> tuple[float, float]:
-        """Return the ms per request that a hit of each ghost, of rows and of users, stands for; 0 without requests."""
+    def _ghost_hit_ms(self) -> tuple[float, float, float]:
+        """Return the ms per request that a hit of each ghost, of rows and of users, stands for; 0 without requests.
+
+        The last number is the link's share of what a hit of users saves.
+        """
         requests = self._ghost_requests
         if requests == 0:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         fetches = self.state.fetch_rate[loop.REREAD] * self._rows.state.tail_share[0]
-        token_ms = self._token_ms + self._features * fetches * self._row_ms
+        link_ms = self._features * fetches * self._row_ms
+        token_ms = self._token_ms + link_ms
         return (
             float(self._row_ms / (self._ghost_rate * self.rate) / requests),
             float(self.page_tokens * token_ms / requests),
+            float(link_ms / token_ms),
         )
 
 

@@ -122,7 +122,7 @@ class Helm:
         return kernel.HelmState(
             policy=self.base.state,
             net=new_net([np.zeros((1, 1))] * 3) if adapter is None else adapter.net.state,
-            adapter=new_adapter(0.0, 1) if adapter is None else adapter.state,
+            adapter=new_adapter(0.0, 0.0, 1) if adapter is None else adapter.state,
             recovery=new_recovery(0.0, 0.0, 0.0) if recovery is None else recovery.state,
             detector=new_burst_state(BurstSettings()) if recovery is None else recovery.detector,
             observation=self._observation,

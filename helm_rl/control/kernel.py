@@ -103,7 +103,7 @@ def _example() -> HelmState:
     detector = BurstState(np.zeros(1), np.zeros(1), np.zeros(1, np.int64), np.zeros(1))
     counts = np.zeros(1, np.int64)
     return HelmState(
-        policy, net, new_adapter(0.0, 1), new_recovery(0.0, 0.0, 0.0), detector, weights, np.zeros(1), counts
+        policy, net, new_adapter(0.0, 0.0, 1), new_recovery(0.0, 0.0, 0.0), detector, weights, np.zeros(1), counts
     )
 
 
@@ -120,7 +120,7 @@ def store(memory: npt.NDArray[np.uint8], helm: HelmState) -> None:
 def decide(memory: npt.NDArray[np.uint8], applied_alpha: float, now_ns: int, age_ns: int, mode: int) -> float:
     """As `Helm.decide`, for the state that `store` left in the memory and the observation in it.
 
-    mode: what the adapter's block is for; without an adapter that of `guard.Mode.OFF`.
+    mode: what the adapter's block is for; without an adapter that of `guard.Mode.CONTROL`.
     """
     helm = _load(memory)
     policy, adapter, recovery, counts = helm.policy, helm.adapter, helm.recovery, helm.counts

@@ -1,9 +1,8 @@
 """Layer 2, the residual adapter: a small offset of the base policy's target that is learnt while serving goes on.
 
-It learns from the service's own latencies, never from a reference: for blocks of intervals the offset is one end of its
-range or the other, drawn with odds that the adapter sets for the load at hand; what was better than the load explains
-is made likelier (REINFORCE: Williams, "Simple statistical gradient-following algorithms", 1992). Where it has proven
-itself it acts: the offset is then the mean of what it would draw.
+It learns from what the service measures, never from a reference: what one more page would save on either side (by the
+ghosts), each millisecond weighted by how near the resource that it is saved on is to its limit. Where both are worth
+the same, the adapter is content. A guard decides by latency whether it may act, and how far.
 """
 
 from __future__ import annotations
@@ -16,26 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from helm_rl.control.base import BasePolicy
-from helm_rl.control.guard import ControlNodes, Guard, GuardSettings, GuardState, Mode, NodeGuard, Verdict
+from helm_rl.control.guard import ControlNodes, Guard, GuardSettings, GuardState, Mode, NodeGuard, Sums
 from helm_rl.control.protocol import FloatArray
-from helm_rl.control.residual_kernel import (
-    DRAW,
-    ODDS,
-    OFFSET,
-    SIDE,
-    ascend,
-    decide_adapted,
-    forward,
-    new_adapter,
-    new_net,
-)
+from helm_rl.control.residual_kernel import LIMIT, OFFSET, ascend, decide_adapted, forward, new_adapter, new_net
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from helm_rl.observation import HIGH, OBSERVATION_NAMES, SIZE
 
 _P99 = OBSERVATION_NAMES.index("p99_over_slo")
 _EMA_S = 60.0
-_MOST_STEP = 5.0
+_MOST_STEP = 2.0
+_PRESSURE = 3.0
+_MOST_BUSY = 0.98
 
 
 @dataclass(frozen=True)
@@ -44,25 +35,31 @@ class ResidualSettings:
 
     Args:
         bound: most that the target is moved, in alpha; 0: the base policy as it is.
+        stride: how far it may go at first, and how much further each time that its guard lets it, in alpha.
+        pace: most that the offset changes per second, in alpha: memory that moves fast is cold where it arrives.
         hidden: width of the two hidden layers.
-        learning_rate: step of the gradient ascent, per block.
+        learning_rate: step of the gradient ascent, per sample.
         rate_gain: how much it rises with the deviation of P99 from its moving average: the step is
             1 + rate_gain * |P99 - EMA| / EMA times as long, at most _MOST_STEP times.
-        pull: weight of the offset's own square against the gain; larger offsets need clearer signs.
+        pull: weight of the offset, in units of its bound, against the lean; larger offsets need clearer signs.
 
     Raises:
         UserError: a value lies outside its range.
     """
 
-    bound: float = 0.05
+    bound: float = 0.15
+    stride: float = 0.05
+    pace: float = 0.005
     hidden: int = 16
-    learning_rate: float = 0.05
+    learning_rate: float = 0.01
     rate_gain: float = 1.0
     pull: float = 0.02
 
     def __post_init__(self) -> None:
         ranges = {
             "bound": (0.0, 0.5),
+            "stride": (0.001, 0.5),
+            "pace": (0.0, 1.0),
             "hidden": (1, 256),
             "learning_rate": (0.0, 10.0),
             "rate_gain": (0.0, 100.0),
@@ -78,14 +75,13 @@ class ResidualSettings:
 class Learnt:
     """What an adapter has learnt, with its settings; without what belongs to the replay or the minute it learns in.
 
-    weights, biases: of the network's layers, as `ResidualNet` has them; spread: of how much better blocks were.
+    weights, biases: of the network's layers, as `ResidualNet` has them.
     """
 
     settings: ResidualSettings
     guard_settings: GuardSettings
     weights: list[list[list[float]]]
     biases: list[list[float]]
-    spread: float
     guard: GuardState
 
 
@@ -140,6 +136,7 @@ class Residual:
         self._learnt: Learnt | None = None
         self.net: ResidualNet
         self.guard: NodeGuard
+        self._role: tuple[Mode, int]
         self.reset(0)
 
     @classmethod
@@ -158,7 +155,6 @@ class Residual:
             guard_settings=self.guard_settings,
             weights=[weight.tolist() for weight in self.net.weights],
             biases=[bias.tolist() for bias in self.net.biases],
-            spread=self._spread,
             guard=self.guard.state(),
         )
 
@@ -170,12 +166,8 @@ class Residual:
             for layer, (weights, biases) in enumerate(zip(learnt.weights, learnt.biases, strict=True)):
                 self.net.weights[layer][...] = weights
                 self.net.biases[layer][...] = biases
-        self.state = new_adapter(self.settings.bound, self.guard_settings.block)
-        self._numbers = self.state.numbers.data  # read in a third of the time that an array takes
-        self.guard = Guard(self.guard_settings, seed, None if learnt is None else learnt.guard)
-        self._rng = np.random.default_rng([seed, 0xACE])
-        # Of how much better blocks were, so that a step does not depend on how noisy the load is
-        self._spread = 1.0 if learnt is None else learnt.spread
+        guard = Guard(self.guard_settings, seed, self.base.interval_s, None if learnt is None else learnt.guard)
+        self._sit_under(guard)
         self._p99_ema = math.nan
         self._urgency = 1.0
         self.restart(seed)
@@ -218,21 +210,22 @@ class Residual:
         self.state.numbers[OFFSET] = offset
 
     def mode(self) -> Mode:
-        """Return what the block is for; where a side may have to be drawn for it, what it is drawn with is there."""
-        mode = self.guard.mode
-        if mode is Mode.TRY and math.isnan(self._numbers[DRAW]):
-            self.state.numbers[DRAW] = self._rng.random()
+        """Return what the block is for; how far the offset may go in it is there for the decision."""
+        mode, reach = self.guard.mode, self.guard.reach
+        if self._role != (mode, reach):
+            self._role = mode, reach
+            self.state.numbers[LIMIT] = self._limit(mode, reach)
         return mode
 
     def learn(self, observation: FloatArray) -> None:
         """Learn from the pending window, if there is one, before a decision upon what was observed at its end."""
         if self.pending is None:
             return
-        p99 = float(observation[_P99])
-        verdict = self.guard.take(self.pending, p99 if p99 <= HIGH[_P99] else math.nan)
+        p99, acted = float(observation[_P99]), self.guard.mode is Mode.ACT
+        sample = self.guard.take(self.pending, p99 if p99 <= HIGH[_P99] else math.nan)
         self.pending = None
-        if verdict is not None:
-            self._learn(verdict)
+        if sample is not None:
+            self._learn(sample, acted)
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
         """Never ask for a decision out of turn."""
@@ -251,19 +244,49 @@ class Residual:
         self._p99_ema += weight * (p99_ms - self._p99_ema)
         self._urgency = min(1.0 + self.settings.rate_gain * off, _MOST_STEP)
 
-    def _learn(self, verdict: Verdict) -> None:
-        """Make what was better likelier, and what was worse less so; let the guard judge first."""
+    def _sit_under(self, guard: NodeGuard) -> None:
+        """Take a guard, before anything has been decided under it."""
+        settings, interval_s = self.settings, self.base.interval_s
+        self.guard = guard
+        self.state = new_adapter(settings.bound, settings.pace * interval_s, guard.sample)
+        self._role = Mode.REST, 0  # what the state's limit is for
+
+    def _limit(self, mode: Mode, reach: int) -> float:
+        """Return how far the offset may go, in alpha."""
+        if mode is Mode.REST:
+            return 0.0
+        steps = min(reach, math.ceil(self.settings.bound / self.settings.stride - 1e-9))
+        return min(self.settings.bound, self.settings.stride * (steps if mode is Mode.ACT else steps - 1))
+
+    def _learn(self, sample: Sums, acted: bool) -> None:
+        """Move the offset towards the side that a sample in which it acted leans to."""
         taken, self.state.taken[0] = int(self.state.taken[0]), 0
-        if verdict.mode is not Mode.TRY or not taken or not math.isfinite(verdict.claimed):
+        if not acted or not taken:
             return
-        side, odds = (float(self.state.numbers[k]) for k in (SIDE, ODDS))
-        self.guard.judge(verdict, odds * side)
-        self._spread += 0.05 * (abs(verdict.claimed) - self._spread)
-        better = min(max(verdict.claimed / max(self._spread, 1e-9), -3.0), 3.0)
-        slope = better * (side - odds) - self.settings.pull * odds
+        slope, limit = lean(sample), self._limit(Mode.ACT, self.guard.reach)
         step = self.settings.learning_rate * self._urgency / taken
         for x in self.state.inputs[:taken]:
-            self.net.ascend(x, slope, step)
+            meant = self.net.forward(x)
+            if abs(meant) * self.settings.bound < limit or slope * meant < 0.0:  # it learns no further than it may
+                self.net.ascend(x, slope - self.settings.pull * meant, step)
+
+
+def lean(sample: Sums) -> float:
+    """Return which side a page is worth more to, from -1 (keys and values) to 1 (rows); 0 where neither saves anything.
+
+    A page of rows saves time of the link, one of keys and values saves prefill; rows of histories that are read again
+    mostly lie in the pool still, and count for nothing. At a share u of the time that a resource is busy, waiting for
+    it rises by 1 / (1 - u)^2 (Pollaczek and Khinchine), and its higher moments, which the tail is made of, faster:
+    _PRESSURE is the exponent.
+    """
+    length_ns = max(sample.length_ns, 1)
+    link, compute = (
+        (1.0 - min(busy_ns / length_ns, _MOST_BUSY)) ** -_PRESSURE
+        for busy_ns in (sample.link_busy_ns, sample.compute_busy_ns)
+    )
+    rows, history = link * sample.emb_margin_ms, compute * (sample.kv_margin_ms - sample.kv_margin_link_ms)
+    worth = abs(rows) + abs(history)
+    return (rows - history) / worth if 0.0 < worth < math.inf else 0.0
 
 
 def on_cluster(
@@ -281,9 +304,10 @@ def on_cluster(
 
     A reset of one would take it from the others' network and guard: between replays, `restart` them.
     """
-    nodes = ControlNodes(len(bases), guard, seed)
     adapters = [Residual(base, settings, guard) for base in bases]
+    nodes = ControlNodes(len(bases), guard, seed, bases[0].interval_s)
     for number, (adapter, node) in enumerate(zip(adapters, nodes.nodes, strict=True)):
         adapter.reset(seed + number)
-        adapter.net, adapter.guard = adapters[0].net, node
+        adapter.net = adapters[0].net
+        adapter._sit_under(node)
     return adapters, nodes

@@ -38,6 +38,8 @@ class ResidualOrigin(Section):
 
 class _Settings(Section):
     bound: float
+    stride: float
+    pace: float
     hidden: int
     learning_rate: float
     rate_gain: float
@@ -45,12 +47,14 @@ class _Settings(Section):
 
 
 class _GuardSettings(Section):
-    block: int
-    settle: int
-    probation: int
-    proof: float
+    sample_s: float
+    block_s: float
+    settle_s: float
+    agree: float
+    patience: int
     harm: float
-    rest: int
+    widen: int
+    rest_s: float
     memory: int
 
 
@@ -61,26 +65,26 @@ class _Expected(Section):
 
 
 class _Guard(Section):
-    followed: list[float]
     claimed: list[float]
     observed: list[float]
-    acting: list[float]
-    without: list[float]
+    acting: list[tuple[float, float]]
+    control: list[tuple[float, float]]
     cost: _Expected
     p99: _Expected
-    tried: _Count
+    reach: int = Field(ge=1, le=1_000)
+    since: _Count
+    samples: _Count
     tripped: _Count
     left: _Count
 
 
 class _Document(Section):
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     kind: Literal["residual_adapter"] = "residual_adapter"
     settings: _Settings
     guard_settings: _GuardSettings
     weights: list[list[list[float]]]
     biases: list[list[float]]
-    spread: float = Field(gt=0)
     guard: _Guard
     origin: ResidualOrigin
 
@@ -139,9 +143,9 @@ def load_residual(path: Path, policy_sha256: str) -> SavedResidual:
         rows = [one.weights, *one.inverse]
         if len(rows) != FEATURES + 1 or any(len(row) != FEATURES for row in rows):
             raise UserError(f"{path}: guard.{name}: expected weights and an inverse of {FEATURES} features")
-    if not len(guard.followed) == len(guard.claimed) == len(guard.observed):
-        raise UserError(f"{path}: guard: followed, claimed and observed are of one length in what an adapter writes")
+    if len(guard.claimed) != len(guard.observed):
+        raise UserError(f"{path}: guard: claimed and observed are of one length in what an adapter writes")
     fields = guard.model_dump()
     state = GuardState(**{**fields, "cost": ExpectedState(**fields["cost"]), "p99": ExpectedState(**fields["p99"])})
-    learnt = Learnt(settings, guard_settings, document.weights, document.biases, document.spread, state)
+    learnt = Learnt(settings, guard_settings, document.weights, document.biases, state)
     return SavedResidual(learnt, document.origin)

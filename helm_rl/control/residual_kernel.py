@@ -31,12 +31,11 @@ Float64Array = npt.NDArray[np.float64]
 # AdapterState.numbers
 BOUND = 0
 OFFSET = 1
-SIDE = 2  # of its bound, tried in the block under way
-ODDS = 3  # that the network gave when the side was drawn, -1 to 1
-DRAW = 4  # uniform in [0, 1), to draw the next side with; NaN: used
-N_ADAPTER = 5
+PACE = 2  # most that the offset changes in a decision
+LIMIT = 3  # how far it may go in the block under way
+N_ADAPTER = 4
 
-_TRY, _ACT = Mode.TRY.value, Mode.ACT.value
+_ACT = Mode.ACT.value  # the network's inputs are kept, to learn from
 
 
 class NetState(NamedTuple):
@@ -55,7 +54,7 @@ class NetState(NamedTuple):
 class AdapterState(NamedTuple):
     """The residual adapter.
 
-    inputs: of its network in the decisions of the block under way, [intervals of a block, SIZE + 1], of which
+    inputs: of its network in the decisions of the sample under way, [intervals of a sample, SIZE + 1], of which
     taken[0] are there.
     """
 
@@ -72,12 +71,11 @@ def new_net(weights: Sequence[Float64Array]) -> NetState:
     return NetState(first, second, third, biases_1, biases_2, biases_3, values, np.zeros_like(values))
 
 
-def new_adapter(bound: float, block: int) -> AdapterState:
-    """Return an adapter that has not acted yet; block: the most inputs that it keeps."""
+def new_adapter(bound: float, pace: float, sample: int) -> AdapterState:
+    """Return an adapter that has not acted yet, and may not; pace: per decision; sample: the most inputs it keeps."""
     numbers = np.zeros(N_ADAPTER)
-    numbers[BOUND] = bound
-    numbers[DRAW] = math.nan
-    return AdapterState(np.zeros((block, SIZE + 1)), np.zeros(1, np.int64), numbers)
+    numbers[BOUND], numbers[PACE] = bound, pace
+    return AdapterState(np.zeros((sample + 1, SIZE + 1)), np.zeros(1, np.int64), numbers)
 
 
 @kernel
@@ -132,39 +130,25 @@ def own_alpha(adapter: AdapterState, observation: FloatArray) -> float:
 
 
 @inner
-def _choose(policy: PolicyState, net: NetState, adapter: AdapterState, moved: float, mode: int) -> float:
-    """Return the offset in units of its bound, by what the block is for."""
-    numbers, taken = adapter.numbers, adapter.taken
-    if mode != _TRY:
-        taken[0] = 0
-        if mode != _ACT:
-            return 0.0
-    elif taken[0] == adapter.inputs.shape[0]:  # some decisions had no feedback, and the block goes on
-        return numbers[SIDE]
-    x = adapter.inputs[taken[0]]
-    for i in range(SIZE):
-        x[i] = policy.normalised[i]
-    x[SIZE] = moved
-    if mode == _ACT:
-        return forward(net, x)
-    if taken[0] == 0:
-        numbers[ODDS] = forward(net, x)
-        numbers[SIDE] = 1.0 if numbers[DRAW] < 0.5 * (1.0 + numbers[ODDS]) else -1.0
-        numbers[DRAW] = math.nan
-    taken[0] += 1
-    return numbers[SIDE]
-
-
-@inner
 def choose_offset(policy: PolicyState, net: NetState, adapter: AdapterState, before: float, mode: int) -> bool:
-    """Choose the offset, after the policy has moved its target from `before`, NaN: from none.
+    """Move the offset to what the network means, after the policy has moved its target from `before`, NaN: from none.
 
-    Return whether the network overflowed, and so said nothing.
+    The last row of the inputs is for those that nothing is learnt from. Return whether the network overflowed, and so
+    meant nothing.
     """
-    moved = 0.0 if math.isnan(before) else (policy.numbers[TARGET] - before) / policy.numbers[STEP]
-    chosen = _choose(policy, net, adapter, moved, mode)
-    overflowed = math.isnan(chosen)
-    adapter.numbers[OFFSET] = 0.0 if overflowed else adapter.numbers[BOUND] * chosen
+    numbers, taken = adapter.numbers, adapter.taken
+    meant, overflowed = 0.0, False
+    if numbers[LIMIT] > 0.0:
+        last = adapter.inputs.shape[0] - 1
+        x = adapter.inputs[taken[0] if mode == _ACT else last]
+        for i in range(SIZE):
+            x[i] = policy.normalised[i]
+        x[SIZE] = 0.0 if math.isnan(before) else (policy.numbers[TARGET] - before) / policy.numbers[STEP]
+        meant = clamp(numbers[BOUND] * forward(net, x), -numbers[LIMIT], numbers[LIMIT])
+        if mode == _ACT and taken[0] < last:  # some decisions may have had no feedback, and the sample goes on
+            taken[0] += 1
+        overflowed = math.isnan(meant)
+    numbers[OFFSET] += clamp((0.0 if overflowed else meant) - numbers[OFFSET], -numbers[PACE], numbers[PACE])
     return overflowed
 
 

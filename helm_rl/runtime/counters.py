@@ -83,6 +83,7 @@ class Counters:
     pages: float | None = None
     emb_margin_ms: float | None = None  # saved per request by 1 % more of the pool as EMB
     kv_margin_ms: float | None = None
+    kv_margin_link_ms: float | None = None  # of these, what is saved on the link
     revision: float | None = None  # of the target that it follows
 
 
@@ -131,9 +132,10 @@ _MOST = {
     "pages": 1e12,
     "emb_margin_ms": 1e9,
     "kv_margin_ms": 1e9,
+    "kv_margin_link_ms": 1e9,
     "revision": 2.0**62,
 }
-_MAY_BE_NEGATIVE = {"emb_margin_ms", "kv_margin_ms"}
+_MAY_BE_NEGATIVE = {"emb_margin_ms", "kv_margin_ms", "kv_margin_link_ms"}
 _CLOCKS_APART_S, _CLOCKS_APART = 1.0, 0.5  # plus that share of the time that has passed
 
 _NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {

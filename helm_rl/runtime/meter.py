@@ -134,6 +134,7 @@ class Meter:
             pages=max(1, round(_or(now.pages, 1.0))),
             emb_margin_ms=_or(now.emb_margin_ms, 0.0),
             kv_margin_ms=_or(now.kv_margin_ms, 0.0),
+            kv_margin_link_ms=_or(now.kv_margin_link_ms, 0.0),
             burst_score=burst_score,
         )
         latency.start_window(self._latency)

@@ -39,6 +39,16 @@ def test_all_are_timed_and_say_the_same() -> None:
     assert "5,248 multiply-adds" in limits(measured)
 
 
+def test_what_is_timed_as_learning_learns() -> None:
+    contest = Contest()
+    helm = contest._helm(acts=False)
+    call = contest._learning(helm)
+    for i in range(150):
+        call(i % len(contest.observations))
+    assert helm.adapter.guard.believed
+    assert helm.adapter.net.weights[2].any()
+
+
 def test_a_peer_that_decides_otherwise_is_found() -> None:
     contest = Contest()
     calls = contest.calls([])

@@ -22,9 +22,8 @@ from helm_rl.checkpoint import (
     save_training_state,
 )
 from helm_rl.control.base import BasePolicy
-from helm_rl.control.guard import GuardSettings
 from helm_rl.control.policy_net import CLIP, EPSILON, HIDDEN, ActorCritic
-from helm_rl.control.residual import Residual
+from helm_rl.control.residual import Residual, ResidualSettings
 from helm_rl.control.residual_file import ResidualOrigin, SavedResidual, save_residual
 from helm_rl.export import export
 from helm_rl.observation import OBSERVATION_NAMES, SCHEMA_VERSION, schema_hash
@@ -68,6 +67,15 @@ def network(seed: int = 0, scale: float = 1.0) -> ActorCritic:
     return net.eval()
 
 
+def still_network() -> ActorCritic:
+    """Return a frozen policy that never moves: what moves is what sits on it."""
+    net = network()
+    with torch.no_grad():
+        net.get_parameter("actor.4.weight").zero_()
+        net.get_parameter("actor.4.bias").zero_()
+    return net
+
+
 def observations(seed: int, count: int, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.rand((count, 17), generator=generator) * torch.arange(1, 18) * scale
@@ -103,15 +111,14 @@ def make_run(run: Path, net: ActorCritic, iterations: int = 3, environment: Envi
 
 
 def make_adapting_bundle(path: Path, net: ActorCritic) -> Path:
-    """Make a bundle at `path` whose residual adapter has proven itself, and return it."""
+    """Make a bundle at `path` whose adapter may act, by .05 of its bound of .15 and by .02 a decision; return it."""
     plain = path.with_name(f"{path.name}-plain")
     config = make_bundle(plain, net)
-    adapter = Residual(BasePolicy.load(plain), guard=GuardSettings(probation=10))
+    adapter = Residual(BasePolicy.load(plain), ResidualSettings(pace=0.04))
     adapter.net.weights[2][...] += np.random.default_rng(5).normal(0.0, 0.5, adapter.net.weights[2].shape)
-    followed = np.linspace(-1.0, 1.0, 20)
-    gains = (followed + np.tile([0.1, -0.1], 10)).tolist()
+    p99 = np.linspace(-1.0, 1.0, 20).tolist()
     learnt = adapter.learnt()
-    seen = replace(learnt.guard, followed=followed.tolist(), claimed=gains, observed=gains, tried=20)
+    seen = replace(learnt.guard, claimed=p99, observed=p99, samples=20)
     origin = ResidualOrigin(
         policy_sha256=config.files[POLICY_FILE], scenario="trend", scenario_hash="0" * 64, intervals=800, measured={}
     )

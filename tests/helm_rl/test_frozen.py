@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import json
 import re
 import shutil
 import subprocess
@@ -21,7 +23,7 @@ from helm_rl.c_header import header
 from helm_rl.checkpoint import Bundle, load_bundle
 from helm_rl.control.helm import Helm
 from helm_rl.export import export
-from helm_rl.frozen import START, acting, begin, decide_by_bundle, freeze
+from helm_rl.frozen import START, Frozen, acting, begin, decide_by_bundle, freeze
 from helm_rl.observation import LOW, SIZE
 from helm_rl.onnx_file import OnnxDecision, most_error, onnx_bytes, parse_onnx
 from tests.helm_rl.policies import BOUNDS, make_adapting_bundle, make_bundle, network
@@ -47,10 +49,10 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
 
 
 class Compiled:
-    """`helm_decide` of a bundle's header, compiled."""
+    """`helm_decide` of a header, compiled."""
 
-    def __init__(self, bundle: Bundle, folder: Path, compiler: str = "gcc", language: list[str] | None = None) -> None:
-        (folder / "helm.h").write_text(header(freeze(bundle)))
+    def __init__(self, frozen: Frozen, folder: Path, compiler: str = "gcc", language: list[str] | None = None) -> None:
+        (folder / "helm.h").write_text(header(frozen))
         extern = 'extern "C"' if compiler == "g++" else "extern"
         (folder / "helm.c").write_text(
             f'#include "helm.h"\n{extern} void start(double *s);\n'
@@ -82,7 +84,7 @@ def needs(compiler: str) -> None:
 @pytest.fixture(scope="module")
 def compiled(bundles: dict[str, Bundle], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     needs("gcc")
-    return {name: Compiled(bundle, tmp_path_factory.mktemp(name)) for name, bundle in bundles.items()}
+    return {name: Compiled(freeze(bundle), tmp_path_factory.mktemp(name)) for name, bundle in bundles.items()}
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +189,26 @@ def test_ten_thousand_raw_observations(
     assert most_error(written, ours) == np.inf
 
 
-def test_the_offset_is_in_it_where_the_adapter_has_proven_itself(bundles: dict[str, Bundle], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["limit", "pace"])
+def test_limit_and_pace_bind(name: str, bundles: dict[str, Bundle], tmp_path: Path) -> None:
+    """What lacks one of them decides otherwise, so that a writer of either kind that forgot it would be found."""
+    needs("gcc")
+    frozen = freeze(bundles["adapting"])
+    assert (frozen.bound, frozen.limit, frozen.pace) == pytest.approx((0.15, 0.05, 0.02))
+    loose = dataclasses.replace(frozen, **{name: 1.0})
+    ours = decide_by_bundle(bundles["adapting"], None, 10, 100)
+    assert most_error(parse_onnx(onnx_bytes(loose), name), ours) > 0.005
+    found, off = Compiled(loose, tmp_path), 0.0
+    for k in range(20):
+        found.start()
+        for observation, applied, alpha in zip(
+            ours.observation[:, k], ours.applied_alpha[:, k], ours.alpha[:, k], strict=True
+        ):
+            off = max(off, abs(found.decide(observation, float(applied)) - alpha))
+    assert off > 0.005
+
+
+def test_the_offset_is_in_it_where_the_adapter_may_act(bundles: dict[str, Bundle], tmp_path: Path) -> None:
     frozen = freeze(bundles["adapting"])
     assert [weight.shape for weight, _ in frozen.residual] == [(16, 18), (16, 16), (1, 16)]
     ours = decide_by_bundle(bundles["adapting"], None, 10, 20)
@@ -195,12 +216,16 @@ def test_the_offset_is_in_it_where_the_adapter_has_proven_itself(bundles: dict[s
     off = np.abs(ours.alpha - without.alpha)
     assert 0.005 < np.nanmean(off) <= np.nanmax(off) < 0.2
     path = make_adapting_bundle(tmp_path / "b", NET)
-    text = (path.with_suffix(".json")).read_text()
-    path.with_suffix(".json").write_text(text.replace('"tried":20', '"tried":9'))
-    export(tmp_path / "b-plain", tmp_path / "unproven", residual=path.with_suffix(".json"))
-    unproven = load_bundle(tmp_path / "unproven")
-    assert freeze(unproven).residual == ()
-    np.testing.assert_array_equal(decide_by_bundle(unproven, None, 10, 20).alpha, without.alpha)
+    learnt = path.with_suffix(".json")
+    document = json.loads(learnt.read_text())
+    doubted = {"claimed": [0.0] * 20}  # and the observation tells otherwise
+    resting = {"left": 100, "tripped": 1}  # after harm
+    for name, seen in (("doubted", doubted), ("resting", resting)):
+        learnt.write_text(json.dumps(document | {"guard": document["guard"] | seen}))
+        export(tmp_path / "b-plain", tmp_path / name, residual=learnt)
+        kept_still = load_bundle(tmp_path / name)
+        assert freeze(kept_still).residual == ()
+        np.testing.assert_array_equal(decide_by_bundle(kept_still, None, 10, 20).alpha, without.alpha)
 
 
 @pytest.mark.parametrize(("compiler", "language"), COMPILERS)
@@ -209,7 +234,7 @@ def test_the_header_compiles_without_a_warning(
     name: str, compiler: str, language: list[str], bundles: dict[str, Bundle], tmp_path: Path
 ) -> None:
     needs(compiler)
-    found = Compiled(bundles[name], tmp_path, compiler, language)
+    found = Compiled(freeze(bundles[name]), tmp_path, compiler, language)
     ours = decide_by_bundle(bundles[name], None, 20, 3)
     for k in range(3):
         found.start()

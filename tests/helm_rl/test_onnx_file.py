@@ -37,7 +37,8 @@ def test_a_file_says_what_it_is(content: bytes, bundle: Bundle, tmp_path: Path) 
     assert found.observation_names == config.observation.names
     assert found.policy_sha256 == config.files["policy.safetensors"]
     assert (found.interval_s, found.rate_per_s, found.alpha_min, found.alpha_max) == (0.5, 0.06, 0.1, 0.9)
-    assert (found.hidden, found.residual_hidden, found.residual_bound) == ((64, 64), (16, 16), 0.05)
+    assert (found.hidden, found.residual_hidden) == ((64, 64), (16, 16))
+    assert (found.residual_bound, found.residual_limit, found.residual_pace) == pytest.approx((0.15, 0.05, 0.02))
     onnx.checker.check_model(onnx.load_model_from_string(content), full_check=True)
 
 
@@ -121,7 +122,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         say("observation_schema_hash", "0" * 64),
         r"reads observations of schema v1 \(000000000000\.\.\.\)",
     ),
-    "newer": (say("format_version", "2"), "format_version: 2 is newer than 1; upgrade helm-rl"),
+    "newer": (say("format_version", "3"), "format_version: 3 is newer than 2; upgrade helm-rl"),
+    "no limit": (say("residual_limit", None), "metadata: residual_limit: field required"),
+    "negative": (say("residual_pace", "-1.0"), "metadata: residual_pace: input should be greater than or equal to 0"),
+    "limit": (fill("limit.high", 0.5), "tensor 'limit.high' is not what the metadata says"),
+    "pace": (fill("pace.low", -1.0), "tensor 'pace.low' is not what the metadata says"),
     "no hash": (say("observation_schema_hash", None), "metadata: observation_schema_hash: field required"),
     "no number": (say("interval_s", "soon"), "metadata: interval_s: input should be a valid number"),
     "wide": (say("hidden", "[99999999999]"), "metadata: hidden: .* not the widths"),

@@ -87,8 +87,9 @@ class EngineAdapter:
             alpha=alpha,
             backlog_pages=backlog,
             pages=self._pool.pages,
-            emb_margin_ms=None if margins is None else margins[0],
-            kv_margin_ms=None if margins is None else margins[1],
+            emb_margin_ms=None if margins is None else margins.emb_ms,
+            kv_margin_ms=None if margins is None else margins.kv_ms,
+            kv_margin_link_ms=None if margins is None else margins.kv_link_ms,
         )
 
     def apply(self, alpha: float, revision: int) -> float:

@@ -54,6 +54,7 @@ def steady(k: float, **changes: Any) -> Counters:
         "pages": 256.0,
         "emb_margin_ms": 0.1,
         "kv_margin_ms": 0.2,
+        "kv_margin_link_ms": 0.05,
         "revision": 0.0,
     }
     return Counters(**(everything | changes))

@@ -37,7 +37,7 @@ def test_a_window_is_the_difference_of_two_readings() -> None:
     assert (window.link_busy_ns, window.compute_busy_ns) == (SECOND // 4, SECOND // 2)
     assert (window.queue, window.queue_bound, window.backlog_pages, window.pages) == (4, 512, 8, 256)
     assert (window.alpha, window.target, window.burst_score) == (0.5, 0.6, 0.25)
-    assert (window.emb_margin_ms, window.kv_margin_ms) == (0.1, 0.2)
+    assert (window.emb_margin_ms, window.kv_margin_ms, window.kv_margin_link_ms) == (0.1, 0.2, 0.05)
     assert window.p99_ms == pytest.approx(20.0, rel=0.011)
     assert window.latency_ms_sum == pytest.approx(2_000.0, rel=0.01)
     assert window.log_latency_sum == pytest.approx(100 * math.log(20 / SLO_MS), rel=0.01)

@@ -59,6 +59,8 @@ def test_margins_need_ghosts_and_costs() -> None:
     assert counters.emb_margin_ms is not None
     assert counters.emb_margin_ms > 0
     assert counters.kv_margin_ms is not None
+    assert counters.kv_margin_link_ms is not None
+    assert 0 < counters.kv_margin_link_ms < counters.kv_margin_ms
     pool, emb, kv = engine()
     with pytest.raises(ValueError, match="make them with ghost=True"):
         EngineAdapter(pool, emb, kv, RequestRecorder(), costs=Costs(0.01, 0.02, 4))

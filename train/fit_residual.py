@@ -150,8 +150,7 @@ class Kept:
                 return {name: getattr(usual, name) for name in FALSIFIED}
             case "random":
                 return {
-                    name: type(getattr(usual, name))(getattr(usual, name) * self._rng.lognormal())
-                    for name in FALSIFIED
+                    name: type(getattr(usual, name))(getattr(usual, name) * self._rng.lognormal()) for name in FALSIFIED
                 }
             case "inverted":
                 return {"p99_ms": usual.p99_ms**2 / window.p99_ms, **_swapped(window)}

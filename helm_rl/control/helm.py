@@ -27,7 +27,7 @@ too old; the call came too late; no applied alpha is known where one is needed; 
 
 _MOST_INTERVALS = 1_000_000
 _FOREVER_NS = 1 << 62
-_OFF = Mode.OFF.value
+_CONTROL = Mode.CONTROL.value
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Helm:
         self._state = self._gathered()
         kernel.store(self._memory, self._state)
         # So that no later call has to compile; what is so old changes nothing but a count.
-        kernel.decide(self._memory, math.nan, 0, _FOREVER_NS, _OFF)
+        kernel.decide(self._memory, math.nan, 0, _FOREVER_NS, _CONTROL)
         self._counts[: len(CAUSES)] = 0
         self._counts[kernel.DECIDED_NS] = burst.UNSET
         self._numbers[kernel.SAFE] = math.nan
@@ -162,7 +162,7 @@ class Helm:
             if np.shape(observation) != (SIZE,):
                 raise ValueError(f"expected an observation of shape ({SIZE},), got {np.shape(observation)}") from None
             self._observation[:] = observation
-        adapter, mode = self._learns, _OFF
+        adapter, mode = self._learns, _CONTROL
         if adapter is not None:
             if adapter.pending is not None and not (self.recovery is not None and self.recovery.steers):
                 adapter.learn(self._observation)

@@ -214,7 +214,7 @@ def test_the_whole_decides_and_learns_as_its_layers_do(policy: Path) -> None:
             found = [one.tick(int(arrivals), math.nan, 0) for one in controllers]
             assert found[0] == found[1]
             bursts += found[0]
-        margins = {"emb_margin_ms": rng.random(), "kv_margin_ms": rng.random()}
+        margins = {"emb_margin_ms": rng.random(), "kv_margin_ms": rng.random(), "compute_busy_ns": 400_000_000}
         p99_ms = 100 * float(observation[6]) * rng.lognormal(0, 0.1)
         for one in controllers:
             one.feedback(measured(100, p99_ms, **margins))

@@ -63,7 +63,7 @@ class EvalArgs:
     installed, with the methods of helm_rl.control.protocol.Controller (examples/own_controller.py is one)."""
     peers: bool = False
     """Also evaluate the rules that divide memory today: marginal hits, Cliffhanger, miss-ratio curves, KV first, EMB
-    first, hill climbing."""
+    first, hill climbing, and ours, weighted margins."""
     trace: Path | None = None
     """Recorded arrivals (Parquet, from `helm-rl trace generate` or `convert`) in place of the scenario's load.
     """

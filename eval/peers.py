@@ -9,10 +9,19 @@ from helm_rl.control.peers.cliffhanger import Cliffhanger
 from helm_rl.control.peers.hill_climbing import HillClimbing
 from helm_rl.control.peers.marginal_hits import MarginalHits
 from helm_rl.control.peers.miss_ratio_curve import MissRatioCurves
+from helm_rl.control.peers.weighted_margins import WeightedMargins
 from helm_rl.control.protocol import Controller
 from helm_rl.scenario import Scenario
 
-PEERS = {"marginal_hits", "cliffhanger", "miss_ratio_curves", "kv_first", "emb_first", "hill_climbing"}
+PEERS = {
+    "marginal_hits",
+    "cliffhanger",
+    "miss_ratio_curves",
+    "kv_first",
+    "emb_first",
+    "hill_climbing",
+    "weighted_margins",
+}
 """Their names in the figures."""
 _CLIMBING_S = 10.0  # of requests at the base rate that a hill climber measures before each step
 _LEAST_REQUESTS = 500
@@ -59,6 +68,12 @@ def peer_contestants(scenario: Scenario) -> list[Contestant]:
             "hill climbing",
             "goes on while latency falls, turns round when it rises",
             lambda: HillClimbing(requests=requests, alpha_min=low, alpha_max=high),
+        ),
+        (
+            "weighted_margins",
+            "weighted margins",
+            "ours: towards the cache whose next page would save more, by how busy link and accelerator are",
+            lambda: WeightedMargins(alpha_min=low, alpha_max=high),
         ),
     ]
     return [Contestant(key, title, meaning, make) for key, title, meaning, make in peers]

@@ -59,6 +59,11 @@ class WindowStats:
     emb_saved_ms: tuple[float, ...] = ()
     kv_saved_ms: tuple[float, ...] = ()
 
+    @property
+    def length_ns(self) -> int:
+        """How long it lasted."""
+        return self.end_ns - self.start_ns
+
 
 def quantile_ms(latency_ms: npt.NDArray[np.floating], q: float) -> float:
     """Return the `q`-quantile (0 < q <= 1) by the nearest-rank method: an observed value; NaN for an empty

@@ -149,7 +149,7 @@ class Sums:
             setattr(self, name, getattr(self, name) + getattr(window, name))
         for name in ("emb_margin_ms", "kv_margin_ms", "kv_margin_link_ms"):
             setattr(self, name, getattr(self, name) + window.arrivals * getattr(window, name))
-        self.length_ns += window.end_ns - window.start_ns
+        self.length_ns += window.length_ns
         for values, value in ((self.claimed, window.p99_ms), (self.observed, observed)):
             if window.completed and math.isfinite(value) and value > 0:
                 values.append(value)

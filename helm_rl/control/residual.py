@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.guard import ControlNodes, Guard, GuardSettings, GuardState, Mode, NodeGuard, Sums
+from helm_rl.control.lean import lean
 from helm_rl.control.protocol import FloatArray
 from helm_rl.control.residual_kernel import LIMIT, OFFSET, ascend, decide_adapted, forward, new_adapter, new_net
 from helm_rl.errors import UserError
@@ -25,8 +26,6 @@ from helm_rl.observation import HIGH, OBSERVATION_NAMES, SIZE
 _P99 = OBSERVATION_NAMES.index("p99_over_slo")
 _EMA_S = 60.0
 _MOST_STEP = 2.0
-_PRESSURE = 3.0
-_MOST_BUSY = 0.98
 
 
 @dataclass(frozen=True)
@@ -269,24 +268,6 @@ class Residual:
             meant = self.net.forward(x)
             if abs(meant) * self.settings.bound < limit or slope * meant < 0.0:  # it learns no further than it may
                 self.net.ascend(x, slope - self.settings.pull * meant, step)
-
-
-def lean(sample: Sums) -> float:
-    """Return which side a page is worth more to, from -1 (keys and values) to 1 (rows); 0 where neither saves anything.
-
-    A page of rows saves time of the link, one of keys and values saves prefill; rows of histories that are read again
-    mostly lie in the pool still, and count for nothing. At a share u of the time that a resource is busy, waiting for
-    it rises by 1 / (1 - u)^2 (Pollaczek and Khinchine), and its higher moments, which the tail is made of, faster:
-    _PRESSURE is the exponent.
-    """
-    length_ns = max(sample.length_ns, 1)
-    link, compute = (
-        (1.0 - min(busy_ns / length_ns, _MOST_BUSY)) ** -_PRESSURE
-        for busy_ns in (sample.link_busy_ns, sample.compute_busy_ns)
-    )
-    rows, history = link * sample.emb_margin_ms, compute * (sample.kv_margin_ms - sample.kv_margin_link_ms)
-    worth = abs(rows) + abs(history)
-    return (rows - history) / worth if 0.0 < worth < math.inf else 0.0
 
 
 def on_cluster(

@@ -14,6 +14,7 @@ from helm_rl.control.peers.cliffhanger import Cliffhanger
 from helm_rl.control.peers.hill_climbing import HillClimbing
 from helm_rl.control.peers.marginal_hits import MarginalHits
 from helm_rl.control.peers.miss_ratio_curve import MissRatioCurves
+from helm_rl.control.peers.weighted_margins import WeightedMargins
 from helm_rl.control.protocol import Controller
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
@@ -56,6 +57,21 @@ def test_marginal_hits_smooths_and_ignores_windows_without_requests() -> None:
     assert steered(MarginalHits(), [turn[0], turn[1], turn[1]]) == pytest.approx([0.52, 0.54, 0.52])
     idle = window(arrivals=0, emb_margin_ms=0.0, kv_margin_ms=9.0)
     assert steered(MarginalHits(), [turn[0], idle]) == pytest.approx([0.52, 0.54])
+
+
+def test_weighted_margins_go_by_what_pages_are_worth_where_time_is_scarce() -> None:
+    # Link half busy and accelerator idle: a ms of the link weighs 8 ms of prefill.
+    busy = {"end_ns": SECOND, "link_busy_ns": SECOND // 2, "compute_busy_ns": 0}
+    rule = WeightedMargins(rate_per_s=0.01, smoothing_s=0.0)
+    assert steered(rule, [window(emb_margin_ms=1.0, kv_margin_ms=8.0, **busy)]) == pytest.approx([0.5])
+    more = window(emb_margin_ms=3.0, kv_margin_ms=8.0, **busy)  # 24 against 8
+    assert steered(rule, [more, more]) == pytest.approx([0.505, 0.51])
+    prefill = window(emb_margin_ms=3.0, kv_margin_ms=80.0, kv_margin_link_ms=8.0, **busy)  # 24 against 72
+    assert steered(rule, [prefill]) == pytest.approx([0.495])
+    assert steered(rule, [window(**busy), window(arrivals=0, emb_margin_ms=9.0, **busy)]) == [0.5, 0.5]
+    assert steered(WeightedMargins(rate_per_s=0.5), [window(emb_margin_ms=1.0, **busy)] * 30)[-1] == 0.9
+    slow = WeightedMargins(rate_per_s=0.01, smoothing_s=10.0)
+    assert steered(slow, [more]) == pytest.approx([0.5 + 0.01 * 0.5 * -math.expm1(-0.1)])
 
 
 def test_cliffhanger_earns_credits_for_every_ms_missed() -> None:
@@ -134,6 +150,9 @@ def test_curves_are_smoothed_and_what_says_nothing_is_ignored() -> None:
         lambda: HillClimbing(decay=0.0),
         lambda: HillClimbing(restart=math.nan),
         lambda: HillClimbing(alpha_min=-0.1),
+        lambda: WeightedMargins(rate_per_s=0.0),
+        lambda: WeightedMargins(smoothing_s=math.inf),
+        lambda: WeightedMargins(alpha_min=math.nan),
         lambda: MissRatioCurves("best"),  # type: ignore[arg-type]
         lambda: MissRatioCurves(smoothing=0.0),
         lambda: MissRatioCurves(alpha_min=math.nan),

@@ -8,8 +8,8 @@ from typing import Protocol
 PRESSURE = 3.0
 """Exponent of the weight. Mean waiting at one resource has 2 (Pollaczek and Khinchine: 1 / (1 - u)^2 is how fast it
 rises with the busy share u), its higher moments, which the tail of latency is made of, more. On training draws of
-`trend`, on hardware and links of five kinds, the alpha at which both sides weigh the same was nearest to the best static
-with 3."""
+`trend`, on hardware and links of five kinds, the alpha at which both sides weigh the same was nearest to the best
+static with 3."""
 _MOST_BUSY = 0.98
 
 

@@ -26,8 +26,8 @@ class Args(EvalArgs):
     (with --reference full) reference or (with --peers) marginal_hits, cliffhanger, miss_ratio_curves, kv_first,
     emb_first, hill_climbing or weighted_margins, and <figure> is p99_ms, p50_ms, windowed_p99_ms (mean over 10 s
     windows), onset_p99_ms (first 10 s of bursts; not where there are none), slo, throughput, ratio_gap,
-    ratio_gap_transition, flat_gap, flat_gap_transition or regret; and default.<pattern>.{headroom, headroom_error, noise_floor,
-    p99_vs_deployable_static, p99_vs_hindsight_static}.
+    ratio_gap_transition, flat_gap, flat_gap_transition or regret; and default.<pattern>.{headroom, headroom_error,
+    noise_floor, p99_vs_deployable_static, p99_vs_hindsight_static}.
     """
 
 

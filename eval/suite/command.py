@@ -60,8 +60,8 @@ class Args:
     burst.violations.{naive, helm}; all.<controller>.p99_vs_hindsight_static and all.improvement_over.<controller>, over
     all families and patterns.
     Controllers: policy, policy_base and other ablations, marginal_hits, cliffhanger, miss_ratio_curves, kv_first,
-    emb_first, hill_climbing, naive, host_tier_96, host_tier_960, half_static, deployable_static, single_static,
-    hindsight_static, segment_optimum, reference.
+    emb_first, hill_climbing, weighted_margins, naive, host_tier_96, host_tier_960, half_static, deployable_static,
+    single_static, hindsight_static, segment_optimum, reference.
     """
 
     output: Path

@@ -12,8 +12,9 @@ import pytest
 
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.guard import GuardSettings, Mode, Sums
+from helm_rl.control.lean import lean
 from helm_rl.control.protocol import Resuming
-from helm_rl.control.residual import Residual, ResidualNet, ResidualSettings, lean, on_cluster
+from helm_rl.control.residual import Residual, ResidualNet, ResidualSettings, on_cluster
 from helm_rl.control.residual_kernel import LIMIT
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats

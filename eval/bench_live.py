@@ -48,7 +48,8 @@ class Args:
     """
 
     trace: Path | None = None
-    """Arrivals (Parquet, from `helm-rl trace generate` or `convert`); without it the scenario's load is generated."""
+    """Arrivals (Parquet, from `helm-rl trace generate` or `convert`); without it the scenario's load is generated, as
+    long as is needed."""
     scenario: str = "laptop"
     """Model, pool and control: a shipped scenario of a pool that fits this machine (laptop), or a TOML file."""
     seconds: float = 600.0
@@ -114,11 +115,9 @@ def measure(args: Args, progress: Progress) -> dict[str, Figure]:
     scenario = load_scenario(args.scenario)
     interval_s = scenario.control.interval_s
     warm, steps = (max(1, round(seconds / interval_s)) for seconds in (args.warm_s, args.seconds))
-    if args.trace is None and (warm + steps + 2) * interval_s * args.speed > scenario.seconds:
-        raise UserError(
-            f"scenario {args.scenario} has {scenario.seconds:g} s of load; {args.warm_s + args.seconds:g} s at speed "
-            f"{args.speed:g} need more: lower --seconds, or make a longer --trace"
-        )
+    if args.trace is None:  # as long as it takes, with what comes before the measured run
+        needed = (2 * warm + steps + 2) * interval_s * args.speed
+        scenario = scenario.model_copy(update={"seconds": max(scenario.seconds, needed)})
     env = HelmLiveEnv(
         scenario,
         None if args.trace is None else Trace.load(args.trace),

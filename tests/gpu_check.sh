@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can say of the cache engine, in under five minutes: tests, compute-sanitizer, a table of speeds.
+# Everything that only a GPU can say of the cache engine, in under five minutes: tests, compute-sanitizer, a table of speeds;
+# then of the network on it, in another five.
 # Needs a Python with cupy, numpy, numba and pytest (PYTHON=...), no .venv; fails with one sentence where it lacks one of
-# them, or where there is no GPU.
+# them, or where there is no GPU. What needs torch, hypothesis or gymnasium is left out, and named, where they are missing.
 # Arguments go to the table: --json FILE.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
-tests=(-q -p no:cacheprovider -W "ignore::pytest.PytestConfigWarning" tests/cache_engine/backends/test_gpu.py
-    tests/cache_engine/backends/test_gpu_cache.py)
+options=(-q -p no:cacheprovider -W "ignore::pytest.PytestConfigWarning" -rs)
+tests=("${options[@]}" tests/cache_engine/backends/test_gpu.py tests/cache_engine/backends/test_gpu_cache.py)
 
 limited() { # SECONDS COMMAND...
     timeout "$@" || {
@@ -47,3 +48,13 @@ fi
 
 echo "== speed"
 limited 70 "$python" -m tests.cache_engine.backends.gpu_table "$@"
+
+echo "== the network on the engine's pages"
+limited 120 "$python" -m pytest "${options[@]}" tests/helm_rl/models/test_hstu_gpu.py tests/envs/serving/test_live_gpu.py
+
+if "$python" -c 'import gymnasium, matplotlib, pydantic, torch, tyro' 2>/dev/null; then
+    echo "== the live node: what the engine adds to a request, what cached prefixes save"
+    limited 180 "$python" -m helm_rl.cli eval live --backend cuda --parts overhead reuse
+else
+    echo "== gymnasium, matplotlib, pydantic, torch or tyro is missing: the live node is left out"
+fi

@@ -169,21 +169,27 @@ EXAMPLES, STEPS = 120, 40
 
 
 class Served(RuleBasedStateMachine):
-    """Requests are scored from the engine, and each again from scratch: plain tensors, rows out of the table."""
+    """Requests are scored from the engine, and each again from scratch: plain tensors, rows out of the table.
 
+    device: the pool's where it is on a GPU, or what stands in for one; place: where the network is.
+    """
+
+    device: ClassVar[Any] = None
+    place: ClassVar[str] = "cpu"
     counts: ClassVar[Counter[str]] = Counter()
 
     @initialize(policy=st.sampled_from(["lru", "sieve"]), host_pages=st.sampled_from([0, 0, 6]))
     def start(self, policy: str, host_pages: int) -> None:
         self.table = np.random.default_rng(0).normal(size=(ROWS, 8)).astype(np.float32)
-        self.pool = HbmPool(PAGES, PAGE_TOKENS * TOKEN_BYTES)
+        backend = "cpu" if self.device is None else "cuda"
+        self.pool = HbmPool(PAGES, PAGE_TOKENS * TOKEN_BYTES, backend=backend, device=self.device)
         self.emb = EmbeddingCache(self.pool, row_bytes=ROW_BYTES, tables=[self.table], policy=policy)
         self.kv = KvCache(self.pool, token_bytes=TOKEN_BYTES, host_pages=host_pages)
         self.revision = 0
         self.pool.set_target(0.3, 0)
         self.pool.migrate(PAGES)
         self.pages = page_blocks(self.pool, SERVED, torch.float32)
-        self.network = Hstu(SERVED, seed=0)
+        self.network = Hstu(SERVED, seed=0).to(self.place)
         self.version = self.batches = 0
         self.history: dict[int, list[int]] = {}  # items
         self.slides: Counter[int] = Counter()
@@ -235,7 +241,7 @@ class Served(RuleBasedStateMachine):
 
     def from_scratch(self, items: Sequence[int]) -> Tensor:
         tokens = len(items) - CANDIDATES
-        rows = self.network.pool(torch.from_numpy(self.table[self.rows(items)]))
+        rows = self.network.pool(torch.from_numpy(self.table[self.rows(items)]).to(self.place))
         return self.network(rows, [Request(0, tokens, CANDIDATES, self.network.new_blocks(1, tokens))])
 
     def rows(self, items: Sequence[int]) -> Any:
@@ -257,7 +263,7 @@ class Served(RuleBasedStateMachine):
     @rule()
     def update_model(self) -> None:
         self.version += 1
-        self.network = Hstu(SERVED, seed=self.version)
+        self.network = Hstu(SERVED, seed=self.version).to(self.place)
 
     @rule(user=st.integers(0, 4))
     def hold(self, user: int) -> None:

@@ -162,7 +162,10 @@ class ControlLoop:
 
     def controller_fallbacks(self) -> dict[str, int]:
         """Return what the controllers themselves have fallen back from, by their own causes, where they count it."""
-        return dict(self._past + Counter(_own_fallbacks(self._steering.controller)))
+        with self._lock:  # while one takes over from another its counts would be there twice
+            counted = self._past.copy()
+            counted.update(_own_fallbacks(self._steering.controller))
+        return dict(counted)
 
     def start(self) -> None:
         """Run on a thread of its own, until `stop`."""
@@ -389,4 +392,9 @@ class ControlLoop:
 
 def _own_fallbacks(controller: Controller) -> dict[str, int]:
     counted = getattr(controller, "fallbacks", None)
-    return dict(counted()) if callable(counted) else {}
+    if not callable(counted):
+        return {}
+    try:
+        return {str(cause): int(number) for cause, number in counted().items()}
+    except Exception:  # of a controller of the user's own: what it counts is its own affair
+        return {}

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -256,6 +257,53 @@ def test_another_controller_takes_over_between_two_intervals() -> None:
     assert len(second.observations) == 3
     assert (first.resets, second.resets) == (1, 1)
     assert (loop.status.intervals, loop.status.missed) == (5, 0)
+
+
+class Counting(Recorded):
+    """Says that it has fallen back so often."""
+
+    def __init__(self, number: Any) -> None:
+        super().__init__(0.5)
+        self.number = number
+
+    def fallbacks(self) -> dict[str, Any]:
+        if isinstance(self.number, Exception):
+            raise self.number
+        return {"late": self.number, "stale": 0}
+
+
+def test_what_controllers_count_is_there_once_while_one_takes_over_from_another() -> None:
+    seen: list[dict[str, int]] = []
+
+    class Past(Counter[str]):
+        def update(self, *given_: Any, **more: Any) -> None:
+            super().update(*given_, **more)
+            if not self or threading.current_thread() is not threading.main_thread():
+                return
+            asking = threading.Thread(target=lambda: seen.append(loop.controller_fallbacks()))
+            asking.start()  # as a scrape may, between the old one's counts and the new one
+            asking.join(0.2)
+
+    clock = FakeClock(2.001)
+    loop = ControlLoop(ScriptedAdapter([steady(k) for k in range(3)]), Counting(5), 1.0, slo_ms=50.0, clock=clock)
+    loop._past = Past()
+    loop.replace(Counting(2))
+    run(loop, clock)
+    until = time.monotonic() + 5
+    while not seen:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert seen == [{"late": 7, "stale": 0}]
+
+
+@pytest.mark.parametrize("number", ["many", None, RuntimeError("a bug")])
+def test_a_controller_that_cannot_count_ends_no_loop(number: Any) -> None:
+    clock = FakeClock(3.001)
+    loop = ControlLoop(ScriptedAdapter([steady(k) for k in range(4)]), Counting(number), 1.0, slo_ms=50.0, clock=clock)
+    loop.replace(Counting(2))
+    run(loop, clock)
+    assert loop.status.decisions == 3
+    assert loop.controller_fallbacks() == {"late": 2, "stale": 0}
 
 
 def test_revisions_go_on_from_the_servers() -> None:

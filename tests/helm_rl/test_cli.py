@@ -197,7 +197,7 @@ def test_the_help_of_an_option_is_one_paragraph(
     monkeypatch.setenv("COLUMNS", "200")
     for command, text in {
         "trace convert": "Units of time: s, ms, us, ns, iso, auto. user=uid:text takes ids as text",  # over two lines
-        "eval p99": "KV first, EMB first, hill climbing, and ours, weighted margins. (default: False)",  # of a class that it extends
+        "eval p99": "KV first, EMB first, hill climbing, and ours, weighted margins. (default: False)",  # inherited
     }.items():
         with pytest.raises(SystemExit):
             cli.main([*command.split(), "--help"])

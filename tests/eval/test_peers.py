@@ -15,7 +15,7 @@ def test_every_peer_steers_within_its_bounds() -> None:
     load = generate(world, 1)
     peers = peer_contestants(world)
     assert {peer.key for peer in peers} == PEERS
-    assert len(peers) == 6
+    assert len(peers) == 7
     moved = {}
     for peer in peers:
         run = replay(world, load, peer.make(), alpha0=0.5)

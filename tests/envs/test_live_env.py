@@ -444,7 +444,7 @@ def test_a_policy_trained_on_helm_node_runs_here_unchanged(make: Make, tmp_path:
     policy, twin = BasePolicy.load(tmp_path / "bundle"), BasePolicy.load(tmp_path / "bundle")
     obs, info = env.reset(options={"start": 3, "alpha": 0.5})
     assert load_bundle(tmp_path / "bundle").config.environment.env_id == "helm_rl/HelmNode-v0"
-    twin.target = info["target"]
+    twin.resume(info["target"])
     for _ in range(5):
         wanted = twin.decide(obs, info["alpha"], 0)
         obs, _, _, _, info = env.step(policy.action(obs))

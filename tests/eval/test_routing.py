@@ -12,8 +12,7 @@ import pytest
 
 from envs.serving.cluster import ClusterWindow
 from envs.serving.replay import ClusterReplay
-from eval.routing import HELM, NAIVE, NAIVE_HELM, ROUTERS, Args, imbalance, main, reduce, stretch
-from eval.routing import _way as way_of
+from eval.routing import HELM, NAIVE, NAIVE_HELM, ROUTERS, Args, imbalance, main, reallocating, reduce, stretch
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats
 from helm_rl.routing import ROUTERS as ALL_ROUTERS
@@ -73,7 +72,7 @@ def test_a_scenario_is_scaled_and_its_bursts_repeated() -> None:
 
 def test_what_naive_and_budgeted_mean() -> None:
     burst = stretch(load_scenario("burst"), 1, 4)
-    naive, mixed, helm = (way_of(burst, way) for way in (NAIVE, NAIVE_HELM, HELM))
+    naive, mixed, helm = (reallocating(burst, way) for way in (NAIVE, NAIVE_HELM, HELM))
     assert [each.router.policy for each in (naive, mixed, helm)] == ["least-loaded", "helm", "helm"]
     assert [each.hardware.refill_share for each in (naive, mixed, helm)] == [0.0, 0.0, burst.hardware.refill_share]
     assert burst.hardware.refill_share > 0

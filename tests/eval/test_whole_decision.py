@@ -117,7 +117,7 @@ def test_memory_that_grows_is_seen() -> None:
     kept: list[bytes] = []
 
     def leak(i: int) -> float:
-        kept.append(bytes([i]) * 16_384)
+        kept.append(bytes([i]) * 65_536)  # more than freed memory of earlier tests has room for
         return 0.0
 
     assert growth_bytes(leak) > 20_000_000

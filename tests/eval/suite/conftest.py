@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 
-import envs.serving.replay
 from eval.suite.suite import Suite
 from tests.eval.conftest import MakeBundle, bundle_maker
-from tests.eval.suite.worlds import measured, serving, small_plan
+from tests.eval.suite.worlds import faked, measured, small_plan
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def fake_serving() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(envs.serving.replay, "replay", serving())
+    with faked():
         yield
 
 
@@ -26,5 +24,7 @@ def still_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def suite(still_bundle: Path, fake_serving: None, tmp_path_factory: pytest.TempPathFactory) -> Suite:
-    return measured(small_plan(still_bundle, families=("decoder", "hstu")), tmp_path_factory.mktemp("suite") / "out")
+def suite(still_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    plan = small_plan(still_bundle, families=("decoder", "hstu"))
+    with faked():
+        return measured(plan, tmp_path_factory.mktemp("suite") / "out")

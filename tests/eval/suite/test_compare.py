@@ -47,7 +47,7 @@ def test_runs_are_read_as_they_were_written(run: Path, summary: Summary) -> None
 
 def test_a_suite_is_the_same_as_itself(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["eval", "compare", str(run), str(run)]) == 0
-    assert "90 of 90 controllers on the loads of both came to the same P99s in both." in capsys.readouterr().out
+    assert "96 of 96 controllers on the loads of both came to the same P99s in both." in capsys.readouterr().out
 
 
 def test_a_slower_policy_is_listed_by_how_much(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from eval.suite.suite import Suite
 from eval.suite.summary import Summary, summarise
 from helm_rl.errors import UserError
 from tests.eval.browser import Browser
-from tests.eval.suite.worlds import measured, small_plan
+from tests.eval.suite.worlds import faked, measured, small_plan
 
 SERVED = ServedRecord(
     p99_ms=50.0, p50_ms=9.0, slo=0.999, throughput_per_s=900.0, shed=0.0, imbalance=1.1, burst_p99_ms=(49.0,)
@@ -43,11 +43,12 @@ def page(summary: Summary, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain_page(fake_serving: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Without a policy, cluster, map or decisions."""
     folder = tmp_path_factory.mktemp("plain")
     path = folder / "report.html"
-    write_report(path, summarise(measured(small_plan(), folder / "suite")))
+    with faked():
+        write_report(path, summarise(measured(small_plan(), folder / "suite")))
     return path
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import envs.serving.replay
 from eval.results import Results
 from eval.suite.cells import Cell
 from eval.suite.command import SUITE
@@ -64,3 +69,11 @@ def measured(plan: Plan, folder: Path) -> Suite:
                 store.add(perform(result))
     store.close()
     return suite
+
+
+@contextmanager
+def faked() -> Iterator[None]:
+    """Serve by `serving`, and no longer than this lasts: other tests serve in earnest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(envs.serving.replay, "replay", serving())
+        yield

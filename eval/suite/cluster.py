@@ -101,9 +101,12 @@ class Cluster:
         for step in self._size.cluster_steps:
             every = max(1, round(step / self._size.step))
             alphas = self._suite.grid(self.cell.scenario)
+            coarse = sorted(
+                {*alphas[::every], self._prepared.deployable}
+            )  # what was deployed is no better than the best
             statics = []
             for number in numbers:
-                near = alphas[::every]
+                near = coarse
                 if before is not None:
                     best, _ = self.hindsight(number)
                     near = [alpha for alpha in near if abs(alpha - best) < before - 1e-9]
@@ -113,7 +116,7 @@ class Cluster:
 
     def _statics(self, number: int) -> dict[float, ServedRecord]:
         found = {}
-        for alpha in self._suite.grid(self.cell.scenario):
+        for alpha in sorted({*self._suite.grid(self.cell.scenario), self._prepared.deployable}):
             record = self._suite.get(self._static(number, alpha))
             if record is not None:
                 found[alpha] = record

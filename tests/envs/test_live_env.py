@@ -257,15 +257,18 @@ def test_every_row_served_is_checked_against_its_table(make: Make) -> None:
 
 
 def test_every_kv_page_served_is_checked(make: Make) -> None:
-    """One user, whose second page is damaged behind the cache's back: found at each of his requests from then on."""
+    """One user, whose first page is damaged behind the cache's back: found at each of his requests from then on.
+
+    His second is not full, and is written anew with each new token.
+    """
     env = make(trace=arrivals(20, 1.5, user=[7] * 75, history=200, new=1))
     env.reset(options={"start": 0, "alpha": 0.5})
     env.step(STAY)
     assert env.totals.wrong_bytes == 0
     pool = env.node.pool
     with pool.lock:
-        second = int(env.node._kv.pages(7)[1])
-        pool.page(second)[-3:] ^= 0xFF
+        first = int(env.node._kv.pages(7)[0])
+        pool.page(first)[-3:] ^= 0xFF
     before = env.totals
     for _ in range(3):
         env.step(STAY)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -70,15 +70,22 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _aside(path: Path) -> Path:
+    """Return a name beside `path` that nothing has.
+
+    Known before there is such a file, it is deleted whenever a signal comes; one that `tempfile` makes may stay.
+    """
+    return path.parent / f".{path.name}.{secrets.token_urlsafe(6)}.tmp"
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; rename it to `path` on success, delete it on any failure or signal."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with ended_by_signals():
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        aside = Path(name)
+        aside = _aside(path)
         try:
+            os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             yield aside
             _sync(aside)
             os.chmod(aside, 0o666 & ~_umask())
@@ -98,9 +105,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with ended_by_signals():
-        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        aside = _aside(path)
         old = aside.with_suffix(".old")
         try:
+            os.mkdir(aside, 0o700)
             yield aside
             os.chmod(aside, 0o777 & ~_umask())
             for file in aside.rglob("*"):

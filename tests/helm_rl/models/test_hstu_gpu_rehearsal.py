@@ -40,7 +40,7 @@ def device(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CupyDevic
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(transfer, "TRIAL_BYTES", 4096)
     monkeypatch.setattr(test_hstu_gpu, "PLACE", "cpu")
-    monkeypatch.setattr(test_hstu_gpu, "EXAMPLES", 1)
+    monkeypatch.setattr(test_hstu_gpu, "EXAMPLES", 6)
     monkeypatch.setattr(test_hstu_gpu, "LEAST", 1)
     with torch.inference_mode():
         yield CupyDevice()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -114,10 +115,11 @@ def test_figures_are_quantiles_and_ratios_of_the_best() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
 def test_memory_that_grows_is_seen() -> None:
-    kept: list[bytes] = []
+    kept: list[mmap.mmap] = []
 
     def leak(i: int) -> float:
-        kept.append(bytes([i]) * 65_536)  # more than freed memory of earlier tests has room for
+        kept.append(mmap.mmap(-1, 65_536))  # from the system, not from what earlier tests have freed
+        kept[-1].write(bytes([1 + i]) * 65_536)
         return 0.0
 
     assert growth_bytes(leak) > 20_000_000

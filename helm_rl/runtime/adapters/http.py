@@ -18,6 +18,7 @@ from helm_rl.runtime.mapping import Mapping
 MOST_BYTES = 4 << 20
 """Of an answer; more is refused before it is read."""
 _MOST_ANSWER_BYTES = 64 << 10  # to a target
+_MOST_BESIDE_BYTES = 1 << 20  # the header, and what divides a body into chunks
 
 
 class Endpoint(NamedTuple):
@@ -105,7 +106,8 @@ class HttpAdapter:
     def _exchange(self, method: str, to: Endpoint, body: bytes | None, most_bytes: int) -> bytes:
         """Ask and return the answer's body."""
         where = f"{method} http://{to.host}:{to.port}{to.path}"
-        connection = _TimedConnection(to.host, to.port, time.monotonic() + self._timeout_s)
+        deadline_s = time.monotonic() + self._timeout_s
+        connection = _BoundedConnection(to.host, to.port, deadline_s, most_bytes + _MOST_BESIDE_BYTES)
         try:
             headers = {"Connection": "close"} | ({"Content-Type": "application/json"} if body is not None else {})
             connection.request(method, to.path, body, headers)
@@ -114,31 +116,41 @@ class HttpAdapter:
                 raise StaleTelemetry(f"{where} answers {response.status} {response.reason[:60]}")
             data = response.read(most_bytes + 1)
             if len(data) > most_bytes:
-                raise StaleTelemetry(f"{where} answers more than {most_bytes} bytes", Cause.MALFORMED)
+                raise _TooMuchError
             if response.length:
                 raise StaleTelemetry(f"{where} broke off its answer", Cause.MALFORMED)
             return data
+        except _TooMuchError:
+            raise StaleTelemetry(f"{where} answers more than {most_bytes} bytes", Cause.MALFORMED) from None
         except TimeoutError:
             raise StaleTelemetry(f"{where} has not answered in {self._timeout_s:g} s", Cause.LATE) from None
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of headers that are none
-            raise StaleTelemetry(f"{where}: {error or type(error).__name__}"[:300]) from None
+            raise StaleTelemetry(f"{where}: {str(error) or type(error).__name__}"[:300]) from None
         finally:
             connection.close()
 
 
-class _TimedConnection(http.client.HTTPConnection):
-    """A connection that is over at a time of the monotonic clock, however slowly an answer drips in."""
+class _TooMuchError(Exception):
+    """An answer is larger than it may be."""
 
-    def __init__(self, host: str, port: int, deadline_s: float) -> None:
+
+class _BoundedConnection(http.client.HTTPConnection):
+    """A connection that is over at a time of the monotonic clock, however slowly an answer drips in.
+
+    It takes no more than so many bytes: to a chunk of -1 bytes http.client would listen until the memory is full.
+    """
+
+    def __init__(self, host: str, port: int, deadline_s: float, most_bytes: int) -> None:
         super().__init__(host, port)
         self._deadline_s = deadline_s
+        self._most_bytes = most_bytes
 
     def connect(self) -> None:
         """Connect to the first of the host's addresses that answers."""
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
-            made = _TimedSocket(family, kind, protocol)
-            made.deadline_s = self._deadline_s
+            made = _BoundedSocket(family, kind, protocol)
+            made.deadline_s, made.left_bytes = self._deadline_s, self._most_bytes
             try:
                 made.settimeout(made.left_s())
                 made.connect(address)
@@ -151,8 +163,9 @@ class _TimedConnection(http.client.HTTPConnection):
         raise error or OSError(f"{self.host} has no address")
 
 
-class _TimedSocket(socket.socket):
+class _BoundedSocket(socket.socket):
     deadline_s = math.inf
+    left_bytes = 0
 
     def left_s(self) -> float:
         """Return the seconds that are left; TimeoutError where there are none."""
@@ -162,9 +175,13 @@ class _TimedSocket(socket.socket):
         return left_s
 
     def recv_into(self, *arguments: Any) -> int:
-        """Wait no longer than is left."""
+        """Wait no longer than is left, and take no more."""
         self.settimeout(self.left_s())
-        return super().recv_into(*arguments)
+        received = super().recv_into(*arguments)
+        self.left_bytes -= received
+        if self.left_bytes < 0:
+            raise _TooMuchError
+        return received
 
     def sendall(self, *arguments: Any) -> None:
         """Wait no longer than is left."""

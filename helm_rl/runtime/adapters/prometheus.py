@@ -14,8 +14,8 @@ from helm_rl.runtime.counters import MONOTONE, Cause, Counters, Latencies, Stale
 from helm_rl.runtime.mapping import Mapping, Signal
 
 MOST_LINES = 20_000
-_MOST_LINE = 4_096
-"""Of lines that the mapping names, and of characters in one: what the parser reads in a second at the most."""
+_MOST_LINE, _MOST_CHARACTERS = 4_096, 1 << 20
+"""Of lines that the mapping names, of characters in one and in all: what the parser reads in a second at the most."""
 _ADDED_UP = (*MONOTONE, "queue", "backlog_pages", "pages", "queue_bound")
 _BEFORE_NAME_ENDS = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
@@ -54,12 +54,13 @@ def _samples(text: str, wanted: set[str]) -> dict[str, list[Sample]]:
     """Parse the lines of the metrics that are wanted, and no others."""
     if text and not text.endswith("\n"):  # nothing else shows that an answer without a length broke off
         raise StaleTelemetry("the metrics break off within a line", Cause.MALFORMED)
-    lines = []
+    lines, characters = [], 0
     for line in text.split("\n"):
         name = _BEFORE_NAME_ENDS.match(line)
         if name is not None and name[0] in wanted:
             lines.append(line)
-            if len(line) > _MOST_LINE or len(lines) > MOST_LINES:
+            characters += len(line)
+            if len(line) > _MOST_LINE or len(lines) > MOST_LINES or characters > _MOST_CHARACTERS:
                 raise StaleTelemetry(f"{name[0]}: more, or longer, lines than can be", Cause.MALFORMED)
     found: dict[str, list[Sample]] = defaultdict(list)
     try:
@@ -83,11 +84,18 @@ def _value(chosen: list[Sample], name: str, signal: Signal) -> float:
 def _histogram(chosen: list[Sample], signal: Signal) -> Latencies:
     """Return what lies in each bucket: the text has what lies in it and all below."""
     below: dict[float, float] = defaultdict(float)
+    edges_of: dict[frozenset[tuple[str, str]], set[float]] = defaultdict(set)  # of those that are added up
     for labels, value in chosen:
         try:
-            below[float(labels["le"])] += value
+            edge = float(labels["le"])
         except (KeyError, ValueError):
             raise StaleTelemetry(f"{signal.metric}_bucket has no edge, le", Cause.MALFORMED) from None
+        below[edge] += value
+        edges_of[frozenset(labels.items() - {("le", labels["le"])})].add(edge)
+    if any(len(edges) < len(below) for edges in edges_of.values()):
+        raise StaleTelemetry(
+            f"there are {signal.metric}_bucket with different edges: name one by its labels", Cause.MALFORMED
+        )
     edges = np.array(sorted(below))
     counts = np.array([below[edge] for edge in edges])
     return Latencies(edges * signal.scale, np.diff(counts, prepend=0.0))

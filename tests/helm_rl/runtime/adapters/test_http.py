@@ -126,6 +126,30 @@ def test_no_answer_takes_longer_than_it_may(serve: Any, answer: Any, cause: Caus
     assert time.monotonic() - begun < 2.0
 
 
+def test_no_answer_fills_the_memory(serve: Any) -> None:
+    sent: list[int] = []
+
+    def chunk_without_end(connection: socket.socket) -> None:
+        """Announce a chunk of -1 bytes, which http.client takes for all that is still to come."""
+        connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n")
+        for _ in range(64):
+            connection.sendall(b"x" * (1 << 20))
+            sent.append(1 << 20)
+
+    adapter = HttpAdapter(serve(chunk_without_end), OURS, timeout_s=20.0)
+    assert cause_of(adapter.read) is Cause.MALFORMED
+    assert sum(sent) < 4 * MOST_BYTES
+
+
+def test_an_error_without_words_is_told_by_its_name(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(*_: Any) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(socket.socket, "recv_into", reset)
+    with pytest.raises(StaleTelemetry, match="ConnectionResetError$"):
+        HttpAdapter(serve(lambda _: None), OURS).read()
+
+
 @pytest.mark.parametrize(
     ("body", "cause"),
     [

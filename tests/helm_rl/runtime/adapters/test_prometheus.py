@@ -56,6 +56,12 @@ nv_inference_request_summary_us{model="gr",version="1",quantile="0.99"} 10100
 OURS = reader(load_mapping("helm-rl"))
 
 
+def many_labels() -> str:
+    """Return 4 MB of lines that each are no longer than they may be."""
+    labels = ",".join(f'a{k}="{k}"' for k in range(380))
+    return "".join(f'vllm:num_requests_waiting{{{labels},n="{k}"}} 1\n' for k in range(1_000))
+
+
 def names_masked(counters: Counters) -> set[str]:
     return {name for name, one in zip(OBSERVATION_NAMES, masked(counters), strict=True) if one}
 
@@ -132,6 +138,7 @@ def test_triton() -> None:
         (lambda text: text.replace('"stop"', '"stop'), Cause.MALFORMED),
         (lambda text: text.replace('"stop"', f'"{"s" * 5000}"'), Cause.MALFORMED),
         (lambda text: text + "vllm:num_requests_waiting 1\n" * MOST_LINES, Cause.MALFORMED),
+        (lambda text: text + many_labels(), Cause.MALFORMED),
         (lambda text: text.removesuffix(".0\n"), Cause.MALFORMED),  # an answer that broke off, and had no length
         (lambda text: text + 'vllm:num_requests_waiting{model_name="m",engine="1"} 4.0\n', Cause.MALFORMED),
         (lambda text: text + VLLM, Cause.MALFORMED),  # a proxy's two servers in one answer
@@ -142,6 +149,21 @@ def test_text_that_lacks_something_or_cannot_be_read(spoil: object, cause: Cause
     with pytest.raises(StaleTelemetry) as caught:
         reader(load_mapping("vllm"))(spoil(VLLM))
     assert caught.value.cause is cause
+
+
+def test_histograms_with_edges_of_their_own_are_not_added_up() -> None:
+    """Of what lies below an edge that one of them lacks nothing is known."""
+    more = "".join(
+        f'vllm:time_to_first_token_seconds_bucket{{engine="1",le="{edge}",model_name="m"}} 100.0\n'
+        for edge in ("0.02", "0.04", "+Inf")
+    )
+    latency = reader(load_mapping("vllm"))(VLLM + more).latency
+    assert latency is not None
+    assert latency.requests.tolist() == [200.0, 30.0, 11.0]
+    for text in (more.replace("0.04", "0.08"), more.replace('le="0.04"', 'le="0.020"'), more[: more.rindex("vllm")]):
+        with pytest.raises(StaleTelemetry, match="with different edges") as caught:
+            reader(load_mapping("vllm"))(VLLM + text)
+        assert caught.value.cause is Cause.MALFORMED
 
 
 def test_numbers_that_are_none_are_read_as_such() -> None:

@@ -338,6 +338,11 @@ class HbmPool:
             )
 
     @property
+    def revision(self) -> int | None:
+        """The number of the recorded target, which the next one's must be above; None before there was one."""
+        return self._revision
+
+    @property
     def backlog(self) -> int:
         """Pages still to move before every member has its goal."""
         with self.lock:

@@ -76,7 +76,7 @@ class BoundsSection(Section):
 class NetworkSection(Section):
     """The actor's architecture, and the constants of the normaliser before it."""
 
-    hidden: tuple[int, ...] = Field(min_length=1, max_length=8)
+    hidden: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, max_length=8)
     activation: Literal["tanh"] = "tanh"
     action_size: int = Field(ge=1, le=64)
     observation_clip: float = Field(gt=0)

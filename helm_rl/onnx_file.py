@@ -23,6 +23,7 @@ from helm_rl.observation import HIGH, LOW, OBSERVATION_NAMES, SCHEMA_VERSION, SI
 # onnx comes with an extra, so its types are not at hand when this is imported.
 _Model: TypeAlias = Any
 _Node: TypeAlias = Any
+_Tensor: TypeAlias = Any
 _End: TypeAlias = Any
 
 KIND = "helm_rl_decision"
@@ -93,7 +94,7 @@ class OnnxDecision:
 
 def onnx_bytes(frozen: Frozen) -> bytes:
     """Return the content of the file."""
-    from onnx import helper, numpy_helper
+    from onnx import numpy_helper
 
     fields = {
         "kind": KIND,
@@ -120,18 +121,24 @@ def onnx_bytes(frozen: Frozen) -> bytes:
         for i, (weight, bias) in enumerate(layers):
             tensors |= {f"{network}.{i}.weight": weight, f"{network}.{i}.bias": bias}
     initialisers = [numpy_helper.from_array(np.array(array, order="C"), name) for name, array in tensors.items()]
-    graph = helper.make_graph(_nodes(metadata), KIND, *_ends(), initialisers)
+    content: bytes = _model(metadata, fields, initialisers).SerializeToString()
+    return content
+
+
+def _model(metadata: OnnxMetadata, fields: dict[str, str], initialisers: list[_Tensor]) -> _Model:
+    """Return the whole file: nothing else belongs in one with this metadata, as text, and these weights."""
+    from onnx import helper
+
     model = helper.make_model(
-        graph,
+        helper.make_graph(_nodes(metadata), KIND, *_ends(), initialisers),
         opset_imports=[helper.make_opsetid("", OPSET)],
         ir_version=IR_VERSION,
         producer_name="helm-rl",
-        producer_version=__version__,
+        producer_version=metadata.helm_rl_version,
         doc_string=_ABOUT,
     )
     helper.set_model_props(model, fields)
-    content: bytes = model.SerializeToString()
-    return content
+    return model
 
 
 def load_onnx(path: Path) -> OnnxDecision:
@@ -162,15 +169,10 @@ def parse_onnx(content: bytes, where: str) -> OnnxDecision:
         raise UserError(f"{where}: not an ONNX file, or cut short") from None
     metadata = _metadata(model, where)
     _check_tensors(model, metadata, where)
-    inputs, outputs = _ends()
-    same = (
-        [(one.domain, one.version) for one in model.opset_import] == [("", OPSET)]
-        and list(model.graph.node) == _nodes(metadata)
-        and list(model.graph.input) == inputs
-        and list(model.graph.output) == outputs
-        and not (model.functions or model.graph.sparse_initializer)
-    )
-    if not same:
+    fields = {prop.key: prop.value for prop in model.metadata_props}
+    written = _model(metadata, fields, list(model.graph.initializer))
+    written.doc_string = model.doc_string  # words, which another version may have chosen differently
+    if model != written:
         raise UserError(f"{where}: the computation is not the one that helm-rl writes; export it again")
     return OnnxDecision(metadata, *_runner(model))
 
@@ -238,7 +240,7 @@ def _metadata(model: _Model, where: str) -> OnnxMetadata:
 
 def _check_tensors(model: _Model, metadata: OnnxMetadata, where: str) -> None:
     """Raise UserError unless the initialisers are those that belong to the metadata, and hold numbers."""
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import helper, numpy_helper
 
     constants, expected = _constants(metadata), _shapes(metadata)
     found = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -251,7 +253,8 @@ def _check_tensors(model: _Model, metadata: OnnxMetadata, where: str) -> None:
         tensor = found[name]
         same = tensor.data_type == helper.np_dtype_to_tensor_dtype(np.dtype(dtype)) and tuple(tensor.dims) == shape
         whole = len(tensor.raw_data) == math.prod(shape) * np.dtype(dtype).itemsize
-        if not (same and whole and tensor.data_location == TensorProto.DEFAULT):
+        alone = {field.name for field, _ in tensor.ListFields()} <= {"name", "data_type", "dims", "raw_data"}
+        if not (same and whole and alone):
             raise UserError(f"{where}: tensor '{name}' is not {np.dtype(dtype)} {list(shape)} within the file")
         array = numpy_helper.to_array(tensor)
         if not np.isfinite(array).all():

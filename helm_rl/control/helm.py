@@ -151,7 +151,9 @@ class Helm:
             observation: of schema v1, [17] float32.
             applied_alpha: what is applied by now.
             now_ns: when the decision is taken, by a clock that does not go back.
-            age_ns: how long before that the observation's newest measurements were taken.
+            age_ns: how long before that the observation's newest measurements were taken. `runtime.ControlLoop`, which
+                drives any controller, leaves it out: it asks for no decision upon what is older than two intervals,
+                and counts that itself.
 
         Raises:
             ValueError: the observation has the wrong shape.

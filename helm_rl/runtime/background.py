@@ -48,11 +48,13 @@ class Background(Generic[Asked, Answered]):
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def ask(self, asked: Asked) -> None:
-        """Let the call be made as soon as the one under way is over."""
+    def ask(self, asked: Asked) -> bool:
+        """Let the call be made as soon as the one under way is over; return whether another had to make way for it."""
         with self._changed:
+            instead = bool(self._next)
             self._next = [asked]
             self._changed.notify_all()
+            return instead
 
     @property
     def idle(self) -> bool:

@@ -11,7 +11,7 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import tyro
@@ -75,6 +75,7 @@ def main(args: Args) -> None:
     """
     with Signals() as signals, journal(stderr()) as log:
         _control(args, load_bundle(args.bundle), signals, Monitor(log))
+        signals.ignore()  # the process ends, and one that comes twice must not kill it meanwhile
 
 
 class Signals:
@@ -91,7 +92,9 @@ class Signals:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, lambda one, _: self._came.add(one)) for number in _SIGNALS}
+        self._before: dict[signal.Signals, Any] = {
+            number: signal.signal(number, lambda one, _: self._came.add(one)) for number in _SIGNALS
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,6 +103,10 @@ class Signals:
         signal.set_wakeup_fd(self._wakeup)
         self._reader.close()
         self._writer.close()
+
+    def ignore(self) -> None:
+        """Let those that come from now on do nothing, after the exit too."""
+        self._before = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
 
     def wait(self, seconds: float) -> set[int]:
         """Return the numbers of those that have come since the last call, once one does; none after so many seconds."""
@@ -180,11 +187,19 @@ class _Quiet(WSGIRequestHandler):
     def handle(self) -> None:
         """Answer, unless so many are being answered already."""
         if self._slots.acquire(blocking=False):
+            hang_up = threading.Timer(self.timeout, self._hang_up)  # on who asks a byte at a time, too
+            hang_up.daemon = True
+            hang_up.start()
             try:
                 with contextlib.suppress(OSError):  # who asked has gone
                     super().handle()
             finally:
+                hang_up.cancel()
                 self._slots.release()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def finish(self) -> None:
         """Send what is left."""

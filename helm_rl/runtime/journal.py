@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 _MOST_WAITING = 1_000  # lines
 _LAST_S = 1.0  # for what still waits at the end
@@ -60,14 +60,30 @@ def journal(stream: TextIO | None) -> Iterator[logging.Logger]:
 def stderr() -> TextIO | None:
     """Return a file of our own over stderr's descriptor, None where it is closed.
 
-    It has no buffer, of which a full disk would leave half a line. The interpreter's own, which is flushed when the
-    process ends, must not be held by a thread then.
+    It has no buffer: the interpreter's own, which is flushed when the process ends, must not be held by a thread then.
     """
     try:
-        raw = io.FileIO(sys.stderr.fileno(), "w", closefd=False)
+        raw = _Whole(sys.stderr.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
         return None
     return io.TextIOWrapper(cast(BinaryIO, raw), encoding="utf-8", write_through=True)
+
+
+class _Whole(io.FileIO):
+    """Writes all that it is given; after half a line, which a full disk has left, the next begins on one of its own."""
+
+    _half = False
+
+    def write(self, data: Any) -> int:
+        """Write bytes; OSError if not all of them could be."""
+        left = memoryview(b"\n" + data if self._half else data)
+        while left:
+            written = super().write(left)
+            if not written:  # it does not block, and is full
+                raise BlockingIOError
+            self._half = left[written - 1] != ord("\n")
+            left = left[written:]
+        return len(data)
 
 
 class _Behind(logging.Handler):
@@ -79,6 +95,7 @@ class _Behind(logging.Handler):
         self._stream = stream
         self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(_MOST_WAITING)
         self._dropped = 0
+        self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="helm-log", daemon=True)
         self._thread.start()
 
@@ -87,7 +104,8 @@ class _Behind(logging.Handler):
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
-            self._dropped += 1
+            with self._counting:
+                self._dropped += 1
 
     def finish(self) -> None:
         """Write what waits, but take no longer than a moment for it."""
@@ -97,14 +115,19 @@ class _Behind(logging.Handler):
 
     def _work(self) -> None:
         while (record := self._waiting.get()) is not None:
-            self._write(record)
-            self.acquire()  # as whoever emits has
-            dropped, self._dropped = self._dropped, 0
-            self.release()
-            if dropped:
-                fields = {"levelname": "WARNING", "msg": "dropped", "fields": {"lines": dropped}}
-                self._write(logging.makeLogRecord(fields))
+            written = self._write(record)
+            with self._counting:
+                self._dropped += not written
+                dropped = self._dropped
+            fields = {"levelname": "WARNING", "msg": "dropped", "fields": {"lines": dropped}}
+            if dropped and written and self._write(logging.makeLogRecord(fields)):
+                with self._counting:
+                    self._dropped -= dropped
 
-    def _write(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError, ValueError):  # what cannot be written is lost: no other place could say so
+    def _write(self, record: logging.LogRecord) -> bool:
+        """Return whether it could be written: no other place could say so."""
+        try:
             self._stream.write(self.format(record) + "\n")
+        except (OSError, ValueError):
+            return False
+        return True

@@ -58,8 +58,8 @@ class Status:
 
     fallbacks: intervals in which alpha was left as it was, by their causes, and targets out of range that were clipped;
     refused: readings that were not taken, by theirs; missed: intervals in which no decision fell due, for the loop was
-    late; unapplied: targets that the server did not take; masked: signals that it cannot give, by their names in the
-    observation.
+    late; unapplied: targets that the server did not take, or that made way for a newer one before it was asked; masked:
+    signals that it cannot give, by their names in the observation.
     """
 
     asked: float = math.nan
@@ -78,13 +78,17 @@ class Status:
 
 @dataclass(frozen=True)
 class Step:
-    """One interval: what was asked for, NaN where nothing was; why not; and how long observation and decision took."""
+    """One interval: what was asked for, NaN where nothing was; why not; and how long observation and decision took.
+
+    detail: more on the cause; unapplied: why a target of an interval before was not taken.
+    """
 
     asked: float
     applied: float
     cause: Cause | None
     decide_s: float
     detail: str = ""
+    unapplied: str = ""
 
 
 class ControlLoop:
@@ -148,7 +152,7 @@ class ControlLoop:
         self._carry = 0.0  # arrivals of a tick that is not over
         self._fresh = False  # a reading was taken since the last decision
         self._trouble: Cause | None = None
-        self._detail = ""
+        self._detail = self._unapplied = ""
         self._resume = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -336,10 +340,12 @@ class ControlLoop:
             status.decisions += 1
             reported = None if newest is None else newest.counters.revision
             self._revision = max(self._revision, 0 if reported is None else int(reported)) + 1
-            self._applier.ask((asked, self._revision))
+            if self._applier.ask((asked, self._revision)):
+                status.unapplied += 1
+                self._unapplied = "the server is still at the target before"
         if self._watch is not None:
-            self._watch(Step(asked, status.applied, cause, decide_s, self._detail))
-        self._fresh, self._trouble, self._detail = False, None, ""
+            self._watch(Step(asked, status.applied, cause, decide_s, self._detail, self._unapplied))
+        self._fresh, self._trouble, self._detail, self._unapplied = False, None, "", ""
 
     def _think(self, now_ns: int) -> tuple[Cause | None, float]:
         """Return a target within the bounds, or NaN and why there is none."""
@@ -385,7 +391,7 @@ class ControlLoop:
                     raise ValueError(f"applied {applied!r}")
             except Exception as error:
                 self.status.unapplied += 1
-                self._detail = str(error)
+                self._unapplied = str(error)
             else:
                 self.status.applied = applied
 

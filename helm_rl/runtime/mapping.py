@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from helm_rl.errors import UserError
-from helm_rl.runtime.counters import Counters
+from helm_rl.runtime.counters import MONOTONE, Counters, unfit
 from helm_rl.toml_file import line_of, read_toml
 
 _SHIPPED = Path(__file__).parent / "mappings"
@@ -71,6 +71,14 @@ class Mapping(_Section):
         histogram = self.signals.get("latency")
         if histogram is not None and histogram.metric is None:
             raise ValueError("latency must be the metric of a histogram")
+        for name, signal in self.signals.items():
+            if signal.value is None:
+                continue
+            if name in MONOTONE:
+                raise ValueError(f"{name} must be a metric: a counter that stands still says that nothing happens")
+            alone: dict[str, Any] = {"arrivals": 0.0, name: signal.value}
+            if unfit(Counters(**alone)) is not None:
+                raise ValueError(f"{name} cannot be {signal.value:g}: every reading would be void")
         return self
 
 

@@ -100,7 +100,8 @@ class Meter:
 
         def grown(name: str) -> float:
             old, new = getattr(start.counters, name), getattr(now, name)
-            return 0.0 if old is None or new is None else float(new - old)
+            # Lower it can be only where a reading between the two had none.
+            return 0.0 if old is None or new is None else max(0.0, float(new - old))
 
         arrivals, tokens, rows = grown("arrivals"), grown("history_tokens"), grown("rows")
         shed = min(grown("shed"), arrivals)

@@ -72,7 +72,7 @@ class Monitor:
             self._missed = status.missed
         if status.unapplied > self._unapplied:
             targets = status.unapplied - self._unapplied
-            self.say("unapplied", {"targets": targets, "detail": step.detail}, logging.WARNING)
+            self.say("unapplied", {"targets": targets, "detail": step.unapplied}, logging.WARNING)
             self._unapplied = status.unapplied
         if status.decisions and status.masked != self._masked:
             self.say("masked", {"features": list(status.masked)})

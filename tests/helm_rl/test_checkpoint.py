@@ -121,6 +121,10 @@ def test_a_wrong_tensor_is_refused(bundle: Path, name: str, array: Any, message:
         (lambda c: c["bounds"].update(alpha_min=0.9), "alpha_min 0.9 is not below alpha_max"),
         (lambda c: c["network"].update(activation="relu"), r"network\.activation"),
         (lambda c: c["network"].update(action_size=2), r"network\.action_size: 2, but alpha is one number"),
+        (
+            lambda c: c["network"].update(hidden=[64, 0]),
+            r"network\.hidden\.1: input should be greater than or equal to 1",
+        ),
         (lambda c: c["network"].update(hidden=[64, 10**12]), r"tensor 'actor\.2\.weight' is float32 \[64, 64\]"),
         (lambda c: c["observation"].update(schema_hash="0" * 64), r"observation: .*schema v1 \(000000000000"),
         (lambda c: c["observation"]["names"].reverse(), "observation: the policy reads schema v1"),

@@ -101,6 +101,10 @@ def grow(model: Any) -> None:
     of("base.1.weight")(model).dims[0] = 1 << 40
 
 
+def name_type(model: Any) -> None:
+    model.graph.value_info.append(onnx.helper.make_tensor_value_info("clipped", onnx.TensorProto.STRING, [3]))
+
+
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "no bounds": (fill("alpha_max", 7.0), "tensor 'alpha_max' is not what the metadata says"),
     "wide bounds": (
@@ -131,6 +135,12 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "no number": (say("interval_s", "soon"), "metadata: interval_s: input should be a valid number"),
     "wide": (say("hidden", "[99999999999]"), "metadata: hidden: .* not the widths"),
     "opset": (lambda m: m.opset_import[0].__setattr__("version", 18), "the computation is not the one"),
+    "version of the format": (lambda m: setattr(m, "ir_version", 10**6), "the computation is not the one"),
+    "another type": (name_type, "the computation is not the one"),
+    "training": (lambda m: m.training_info.add().algorithm.CopyFrom(m.graph), "the computation is not the one"),
+    "a part": (lambda m: of("base.0.bias")(m).segment.__setattr__("end", 5), "tensor 'base.0.bias' is not float32"),
+    "two contents": (lambda m: of("base.0.bias")(m).float_data.append(1.0), "tensor 'base.0.bias' is not float32"),
+    "said twice": (lambda m: m.metadata_props.add(key="rate_per_s", value="0.06"), "the computation is not the one"),
     "foreign": (say("kind", "resnet"), "not one that 'helm-rl export' wrote"),
 }
 

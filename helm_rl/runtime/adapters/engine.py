@@ -62,7 +62,7 @@ class EngineAdapter:
         self._read_s = now_s
         with self._pool.lock:
             rows, tokens = self._emb.stats(), self._kv.stats()
-            alpha, backlog = self._pool.alpha, self._pool.backlog
+            alpha, backlog, revision = self._pool.alpha, self._pool.backlog, self._pool.revision
             margins = None
             if self._margins is not None:
                 margins = self._margins.take(tokens.lookups, rows.requested, rows.fetched, now_s - read_s)
@@ -90,6 +90,7 @@ class EngineAdapter:
             emb_margin_ms=None if margins is None else margins.emb_ms,
             kv_margin_ms=None if margins is None else margins.kv_ms,
             kv_margin_link_ms=None if margins is None else margins.kv_link_ms,
+            revision=revision,
         )
 
     def apply(self, alpha: float, revision: int) -> float:

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from helm_rl import cli
 from helm_rl.checkpoint import load_bundle
 from helm_rl.observation import OBSERVATION_NAMES
 from helm_rl.runtime.adapters.scripted import ScriptedAdapter
-from helm_rl.runtime.command import DryRun, Signals
+from helm_rl.runtime.command import DryRun, Signals, _Quiet
 from helm_rl.runtime.counters import Cause
 from helm_rl.runtime.journal import journal
 from helm_rl.runtime.loop import ControlLoop
@@ -207,6 +208,46 @@ def test_neither_a_pipe_that_nobody_reads_nor_a_client_of_its_metrics_holds_it_u
     for line in lines[:-1]:  # the pipe broke off in the last one
         assert json.loads(line)["event"]
     server.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_no_second_signal_kills_it_while_it_ends(
+    number: signal.Signals, start: Callable[..., Process], tmp_path: Path
+) -> None:
+    make_bundle_at(tmp_path / "bundle", 0.1)
+    process = start(
+        str(tmp_path / "bundle"), "--url", "http://127.0.0.1:9", "--slo-ms", "50", "--listen", "127.0.0.1:0"
+    )
+    process.event("start")
+    process.running.send_signal(signal.SIGTERM)
+    end = time.monotonic() + 60
+    while process.running.poll() is None and time.monotonic() < end:
+        process.running.send_signal(number)
+        time.sleep(0.002)
+    assert process.running.returncode == 0
+
+
+def test_whoever_asks_for_its_metrics_byte_by_byte_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Quiet, "timeout", 0.5)
+    registry = CollectorRegistry()
+    server, _ = start_http_server(0, "127.0.0.1", registry)
+    server.RequestHandlerClass = _Quiet
+    try:
+        with socket.create_connection(("127.0.0.1", server.server_port)) as client:
+            client.settimeout(0.1)
+            begun, answer = time.monotonic(), None
+            while answer is None and time.monotonic() - begun < 20:
+                try:
+                    client.sendall(b"G")
+                    answer = client.recv(1)
+                except TimeoutError:  # it listens still
+                    continue
+                except OSError:
+                    answer = b""
+        assert answer == b""
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_in_a_storm_of_signals_none_of_another_kind_is_lost() -> None:

@@ -6,8 +6,11 @@ import errno
 import io
 import json
 import math
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +72,46 @@ def test_the_end_does_not_wait_for_a_pipe_that_nobody_reads() -> None:
         log.info("line")
     assert time.monotonic() - begun < 10
     stream.go.set()
+
+
+def test_what_a_full_disk_has_cost_is_told_once_there_is_room_again() -> None:
+    room = [True, False, False, True, False, True, True, True]  # for the "dropped" line, too
+
+    class Filling(io.StringIO):
+        def write(self, text: str) -> int:
+            if not room.pop(0):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    stream = Filling()
+    with journal(stream) as log:
+        for k in range(5):
+            log.info("line", extra={"fields": {"k": k}})
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line.get("k", line.get("lines")) for line in lines] == [0, 3, 4, 2]
+    assert lines[-1]["event"] == "dropped"
+
+
+def test_half_a_line_that_a_full_disk_has_left_spoils_no_other(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: it takes a part of the line, too."""
+    script = (
+        "import resource\n"
+        "from helm_rl.runtime.journal import journal, stderr\n"
+        "unlimited = resource.RLIM_INFINITY\n"
+        "stream = stderr()\n"
+        "stream.write('first\\n')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited))\n"
+        "try:\n"
+        "    stream.write('x' * 200 + '\\n')\n"
+        "except OSError:\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))\n"
+        "    stream.write('last\\n')\n"
+        "    stream.write('really\\n')\n"
+    )
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        subprocess.run([sys.executable, "-c", script], stderr=stderr, check=True, timeout=60)
+    assert log.read_text().splitlines() == ["first", "x" * 94, "last", "really"]
 
 
 def test_what_cannot_be_written_is_lost_and_nothing_else_is_said(capfd: pytest.CaptureFixture[str]) -> None:

@@ -242,6 +242,27 @@ def test_targets_that_are_not_taken_are_counted() -> None:
     assert loop.status.applied == 0.5  # as the counters have it
 
 
+def test_targets_that_a_server_is_too_slow_for_are_counted() -> None:
+    """The first is under way until the end, the second waits, each further one takes the place of the one before."""
+    go, steps = threading.Event(), list[Step]()
+
+    class Slow(ScriptedAdapter):
+        def apply(self, alpha: float, revision: int) -> float:
+            go.wait(60)
+            return super().apply(alpha, revision)
+
+    adapter = Slow([*(steady(k) for k in range(4)), StaleTelemetry("no counters"), steady(5)])
+    clock = FakeClock(5.001)
+    loop = ControlLoop(adapter, Recorded(0.6), 1.0, slo_ms=50.0, clock=clock, watch=steps.append)
+    clock.busy = lambda: loop.status.decisions > 0 and not loop._applier._busy  # until the first is under way
+    loop.run(threading.Event())
+    go.set()
+    assert (loop.status.decisions, loop.status.unapplied) == (4, 2)
+    still = "the server is still at the target before"
+    assert [step.unapplied for step in steps] == ["", "", still, "", still]
+    assert [step.detail for step in steps] == ["", "", "", "no counters", ""]
+
+
 def test_another_controller_takes_over_between_two_intervals() -> None:
     first, second = Recorded(0.6), Recorded(0.3)
 

@@ -36,6 +36,12 @@ def test_the_shipped_mappings_load_and_ours_has_every_signal() -> None:
             "signals.queue.labels.x: input should be a valid string",
         ),
         (GOOD + "latency = { value = 1 }\n", "latency must be the metric of a histogram"),
+        (GOOD + "rows = { value = 1 }\n", "rows must be a metric: a counter that stands still"),
+        (GOOD + "queue_bound = { value = 0 }\n", "queue_bound cannot be 0: every reading would be void"),
+        (
+            GOOD.replace("alpha0 = 0.5", "") + "alpha = { value = 7 }\n",
+            "alpha cannot be 7: every reading would be void",
+        ),
         (GOOD + "queue = 7\n", "line 5: signals.queue: input should be a valid dictionary"),
         ('name = "mine"\nalpha0 = 0.5\n[signals]\nqueue = "q"\n', "the signal arrivals is missing"),
         ('name = "mine"\n[signals]\narrivals = "q"\n', "without the signal alpha there must be an alpha0"),

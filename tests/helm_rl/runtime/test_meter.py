@@ -144,6 +144,12 @@ def test_nothing_is_found_that_was_not_asked_for() -> None:
     assert (window.returning, window.history_tokens_hit, window.rows_hit) == (100, 50_000, 8_000.0)
 
 
+def test_a_counter_that_fell_while_it_was_not_given_counts_nothing() -> None:
+    meter = meter_at(steady(1), steady(2, rows=None, history_tokens=None), steady(3, rows=5.0, history_tokens=7.0))
+    window = meter.window(0.5, 0.5, 0.0)
+    assert (window.arrivals, window.rows, window.history_tokens) == (200, 0.0, 0)
+
+
 def test_the_servers_clock_tells_how_long_a_window_was() -> None:
     """An answer that was under way for long is not taken for a slow second."""
     meter = Meter(SLO_MS, 1.0)

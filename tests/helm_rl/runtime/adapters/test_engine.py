@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 from cache_engine import EmbeddingCache, HbmPool, KvCache
+from helm_rl.control.static import StaticAlpha
 from helm_rl.runtime.adapters.engine import Costs, EngineAdapter
 from helm_rl.runtime.counters import StaleTelemetry, masked
+from helm_rl.runtime.loop import ControlLoop
 from helm_rl.runtime.recorder import RequestRecorder
 
 
@@ -46,6 +50,21 @@ def test_the_pool_follows_the_target_when_whoever_serves_migrates() -> None:
     with pytest.raises(StaleTelemetry, match="has a later target than revision 4"):
         adapter.apply(0.75, 4)
     assert pool.backlog == 0
+
+
+def test_a_loop_whose_clock_was_set_back_is_followed_again() -> None:
+    """Revisions are made of the time at which a loop was made."""
+    pool, emb, kv = engine()
+    pool.set_target(0.5, revision=10**15)  # of the year 33658
+    loop = ControlLoop(EngineAdapter(pool, emb, kv, RequestRecorder()), StaticAlpha(0.75), 0.05, slo_ms=50.0)
+    with loop:
+        until = time.monotonic() + 20
+        while pool.backlog == 0:
+            assert time.monotonic() < until, dict(loop.status.fallbacks)
+            time.sleep(0.01)
+    assert loop.status.unapplied == 0
+    assert pool.revision is not None
+    assert pool.revision > 10**15
 
 
 def test_margins_need_ghosts_and_costs() -> None:

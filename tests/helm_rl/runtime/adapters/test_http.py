@@ -146,7 +146,7 @@ def test_an_error_without_words_is_told_by_its_name(serve: Any, monkeypatch: pyt
         raise ConnectionResetError
 
     monkeypatch.setattr(socket.socket, "recv_into", reset)
-    with pytest.raises(StaleTelemetry, match="ConnectionResetError$"):
+    with pytest.raises(StaleTelemetry, match=r"ConnectionResetError$"):
         HttpAdapter(serve(lambda _: None), OURS).read()
 
 

@@ -385,6 +385,8 @@ def table(result: Result, args: Args) -> Table:
         found.add_row(name, f"{figures[f'residual.gap.{key}']:.4f}", f"{figures[f'residual.p99_ms.{key}']:.1f}")
     upper = figures["residual.p99_ratio_upper"]
     bound = f" (at most {upper:.3f}, 95 % one-sided)" if math.isfinite(upper) else ""  # one draw has no spread
-    found.add_row("ratio", f"{figures['residual.gap_ratio']:.3f}", f"{figures['residual.p99_ratio']:.3f}{bound}")
+    gap = figures["residual.gap_ratio"]
+    shown = f"{gap:.3f}" if math.isfinite(gap) else "-"  # no ratio to a base that never is off the best
+    found.add_row("ratio", shown, f"{figures['residual.p99_ratio']:.3f}{bound}")
     found.add_row("while it learnt", "", f"{figures['residual.learning_p99_ratio']:.3f}")
     return found

@@ -482,14 +482,19 @@ def discounts(args: Args, envs: VectorEnv[Any, Any, Any]) -> npt.NDArray[np.floa
     return np.exp(-np.asarray(envs.interval_s) / DISCOUNT_S)  # type: ignore[attr-defined]
 
 
-def start_from(net: ActorCritic, path: Path) -> None:
-    """Put a bundle's policy and normaliser into a network; UserError where it has another architecture, or is none."""
+def start_from(net: ActorCritic, path: Path) -> list[str]:
+    """Put a bundle's policy and normaliser into a network; return the commands that made it.
+
+    Raises:
+        UserError: The bundle has another architecture, or is none.
+    """
     bundle = load_bundle(path)
     expected = policy_of(net)
     for name, array in bundle.tensors.items():
         if name not in expected or expected[name].shape != array.shape:
             raise UserError(f"--start {path}: its tensor '{name}' is none of the network that is trained")
     net.load_state_dict({name: torch.from_numpy(array) for name, array in bundle.tensors.items()}, strict=False)
+    return bundle.config.training.commands
 
 
 def prepare_validation(args: Args, stack: contextlib.ExitStack, known: ValidationSection | None) -> Validation:
@@ -712,8 +717,9 @@ def learn(
     generator = torch.Generator().manual_seed(args.seed)
     obs_size, action_size = environment.observation_size, environment.action_size
     net = ActorCritic(obs_size, action_size, generator=generator)
+    commands = [command()]
     if args.start is not None and saved is None:
-        start_from(net, args.start)
+        commands = start_from(net, args.start) + commands
     read = torch.ones(obs_size)  # features that the policy reads; what it does not read has no weight and gets none
     if args.signals == "seven":
         read[PAPER_SIGNALS:] = 0.0
@@ -742,7 +748,6 @@ def learn(
     found = ValidationSection(reference_ms={} if validation is None else validation.reference_ms)
     best: Tensors = {}
     stopped: str | None = None
-    commands = [command()]
     obs = np.zeros((args.num_envs, obs_size)) if start is None else start
     episode_return = np.zeros(args.num_envs)
     episode_length = np.zeros(args.num_envs, dtype=np.int64)

@@ -93,7 +93,8 @@ def test_the_command_makes_a_bundle_that_training_starts_from(path: str, tmp_pat
     )  # fmt: skip
     from helm_rl.checkpoint import load_training_state
 
-    tensors = load_training_state(run)[1]
+    state, tensors = load_training_state(run)
+    assert state.training.commands[:-1] == bundle.config.training.commands  # all that it takes to make it again
     np.testing.assert_array_equal(tensors["net.actor.4.weight"], bundle.tensors["actor.4.weight"])
     assert tensors["net.normaliser.count"] == bundle.tensors["normaliser.count"] + 16
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -34,32 +35,53 @@ class Task(NamedTuple):
     share: float
 
 
-class Workers:
-    """Processes at work, and the progress that is shown of it."""
+class Workers(ABC):
+    """Processes at work, here or elsewhere, and the progress that is shown of it."""
 
-    def __init__(self, pool: ProcessPoolExecutor, progress: Progress) -> None:
-        self._pool = pool
+    def __init__(self, progress: Progress) -> None:
         self.progress = progress
 
     def run(self, tasks: Sequence[Task], add: Callable[[Row], None], bar: TaskID) -> None:
         """Run the tasks in their order; each result goes to `add` as it comes, its share to the bar."""
-        futures = {self._pool.submit(task.function, *task.arguments): task.share for task in tasks}
+        for task, row in self.results(tasks):
+            add(row)
+            self.progress.advance(bar, task.share)
+
+    @abstractmethod
+    def results(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Row]]:
+        """Start the tasks in their order; yield each with its result as it comes."""
+
+
+class Processes(Workers):
+    """Processes of this machine."""
+
+    def __init__(self, pool: ProcessPoolExecutor, progress: Progress) -> None:
+        super().__init__(progress)
+        self._pool = pool
+
+    def results(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Row]]:
+        """Start the tasks in their order; yield each with its result as it comes."""
+        futures = {self._pool.submit(task.function, *task.arguments): task for task in tasks}
         for future in as_completed(futures):
-            add(future.result())
-            self.progress.advance(bar, futures[future])
+            yield futures[future], future.result()
+
+
+def progress_bars() -> Progress:
+    """Return progress on stderr that goes with what it showed when it ends."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    left = (TextColumn("left"), TimeRemainingColumn())
+    return Progress(*columns, *left, console=Console(stderr=True), transient=True, speed_estimate_period=600)
 
 
 @contextmanager
 def working_processes(jobs: int) -> Iterator[Workers]:
     """Yield so many processes with progress on stderr; whatever ends the block early ends them, too."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    left = (TextColumn("left"), TimeRemainingColumn())
     with (
-        Progress(*columns, *left, console=Console(stderr=True), transient=True, speed_estimate_period=600) as progress,
+        progress_bars() as progress,
         ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _follow_the_parent) as pool,
     ):
         try:
-            yield Workers(pool, progress)
+            yield Processes(pool, progress)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():

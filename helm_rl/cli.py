@@ -37,7 +37,9 @@ COMMANDS: dict[str, Command] = {
     "trace fit": Command(
         "traces", "helm_rl.workloads.commands:fit", "write a scenario whose traces come near a trace's"
     ),
-    "train base": Command("training", "train.ppo_base:main", "train the base policy with PPO"),
+    "train base": Command(
+        "training", "train.population:main", "train the base policy with PPO, with one seed or several"
+    ),
     "train imitate": Command(
         "training", "train.imitate_reference:main", "fit a start for it to the best schedules found offline"
     ),
@@ -116,6 +118,7 @@ EXTRAS = {
     "onnx": "onnx",
     "onnxruntime": "bench",
     "polars": "bench",
+    "ray": "ray",
     "stable_baselines3": "bench",
     "wandb": "track",
 }

@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -341,8 +341,8 @@ def scenario_facts(
     }
 
 
-def make_envs(args: Args) -> tuple[VectorEnv[Any, Any, Any], EnvironmentSection]:
-    """Make the vector environment, and say what it is.
+def make_envs(args: Args, threads: int | None = None) -> tuple[VectorEnv[Any, Any, Any], EnvironmentSection]:
+    """Make the vector environment, which steps on so many threads (default: as there are cores), and say what it is.
 
     Any other vector environment may take its place if it resets in the same step, gives `final_obs` and
     `_final_obs` in its infos where an episode ends, and is a deterministic function of the reset's seed and the
@@ -364,7 +364,12 @@ def make_envs(args: Args) -> tuple[VectorEnv[Any, Any, Any], EnvironmentSection]
         scenarios = named + variations(named, args.variations, args.seed)
         traces = [Trace.load(path) for path in args.trace]
         envs = NodeVectorEnv(
-            args.num_envs, scenarios, seed=args.seed, traces=[traces] if traces else None, paired=args.paired
+            args.num_envs,
+            scenarios,
+            seed=args.seed,
+            traces=[traces] if traces else None,
+            paired=args.paired,
+            threads=threads,
         )
         facts = scenario_facts(scenarios, args.trace, traces)
     else:
@@ -497,15 +502,22 @@ def start_from(net: ActorCritic, path: Path) -> list[str]:
     return bundle.config.training.commands
 
 
-def prepare_validation(args: Args, stack: contextlib.ExitStack, known: ValidationSection | None) -> Validation:
-    """Draw the held-out arrivals, and find the best schedule on each that a resumed run does not know already."""
+def has_validation(args: Args) -> bool:
+    """Return whether the training looks at held-out arrivals."""
+    return args.env_id == NODE_ENV and args.validate_every > 0 and not args.trace
+
+
+def prepare_validation(
+    args: Args, stack: contextlib.ExitStack, known_ms: Mapping[str, float], threads: int | None = None
+) -> Validation:
+    """Draw the held-out arrivals, and find the best schedule on each of which it is not known already."""
     # Imported here: the simulator compiles kernels.
     from eval.sweep import Work, working
     from train.validation import Validation, find_references, hold_out
 
-    jobs = len(os.sched_getaffinity(0))
+    jobs = threads or len(os.sched_getaffinity(0))
     held = hold_out(load_scenarios(args.scenario, args.load), args.validation_draws)
-    reference_ms = {} if known is None else dict(known.reference_ms)
+    reference_ms = dict(known_ms)
     missing = [each for each in held if each.name not in reference_ms]
     if missing:
         with working(jobs) as work:
@@ -529,6 +541,15 @@ def looks_without_gain(found: ValidationSection) -> int:
     return 0 if found.best is None else sum(iteration > found.best for iteration in found.regrets)
 
 
+def why_complete(args: Args, training: TrainingSection) -> str | None:
+    """Say why a run that stands so has come to its end under its arguments, and what would lengthen it, or None."""
+    if 0 < args.patience <= looks_without_gain(training.validation):
+        return f"({training.stopped}); a larger --patience goes on with it"
+    if training.iterations >= args.total_timesteps // (args.num_envs * args.num_steps):
+        return f"({training.steps} of {args.total_timesteps} steps); give a larger --total-timesteps to go on"
+    return None
+
+
 def plain_arguments(args: object) -> dict[str, Any]:
     """Return the arguments as JSON can hold them."""
 
@@ -540,10 +561,15 @@ def plain_arguments(args: object) -> dict[str, Any]:
     return {name: plain(value) for name, value in vars(args).items()}
 
 
-def make_run_folder(runs: Path, env_id: str, exp_name: str, seed: int) -> Path:
-    """Make and return a new folder `env__exp__seed__time`; runs started within one second get a suffix each."""
+def run_name(env_id: str, exp_name: str, seed: int | str) -> str:
+    """Return what a run is called, but for when it began."""
     env = env_id.rpartition(":")[2].rpartition("/")[2]
-    name = f"{env}__{exp_name}__{seed}__{int(time.time())}"
+    return f"{env}__{exp_name}__{seed}"
+
+
+def make_run_folder(runs: Path, env_id: str, exp_name: str, seed: int | str) -> Path:
+    """Make and return a new folder `env__exp__seed__time`; runs started within one second get a suffix each."""
+    name = f"{run_name(env_id, exp_name, seed)}__{int(time.time())}"
     try:
         runs.mkdir(parents=True, exist_ok=True)
         for i in range(1, 10_000):
@@ -633,8 +659,16 @@ def start_tracking(args: Args, run: Path, wandb_id: str | None) -> Any:
 # -- the training ---------------------------------------------------------------------------------------------
 
 
-def train(args: Args) -> Path:
+def train(
+    args: Args,
+    folder: Path | None = None,
+    threads: int | None = None,
+    reference_ms: Mapping[str, float] | None = None,
+) -> Path:
     """Train, and return the run's folder, which holds the last checkpoint and the TensorBoard log.
+
+    folder: of a new run, instead of one in args.runs; it must not exist. threads: of the simulator (default: as there
+    are cores). reference_ms: P99 of the best schedule on held-out arrivals, as far as it is known already.
 
     Raises:
         UserError: An argument is wrong, or training became impossible (a reward or a loss that is not finite);
@@ -648,7 +682,7 @@ def train(args: Args) -> Path:
         args = resumed_args(args, saved[0].training.arguments, args.resume)
     check_args(args)
     with contextlib.ExitStack() as stack:
-        envs, environment = make_envs(args)
+        envs, environment = make_envs(args, threads)
         stack.callback(envs.close)
         if saved is not None and saved[0].environment != environment:
             changed = [name for name, value in environment if getattr(saved[0].environment, name) != value]
@@ -664,7 +698,11 @@ def train(args: Args) -> Path:
                 start, _ = envs.reset(seed=reset_seed(args.seed, 0))
 
         # Logging: TensorBoard always, Weights and Biases on request
-        run = args.resume or make_run_folder(args.runs, args.env_id, args.exp_name, args.seed)
+        run = args.resume or folder
+        if run is None:
+            run = make_run_folder(args.runs, args.env_id, args.exp_name, args.seed)
+        elif saved is None:
+            run.mkdir()
         if saved is None:
             stack.callback(drop_unborn, run)
         wandb_id = None if saved is None else saved[0].wandb_id
@@ -679,11 +717,12 @@ def train(args: Args) -> Path:
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
 
         validation = None
-        if environment.scenarios and args.validate_every and not args.trace:
-            validation = prepare_validation(args, stack, None if saved is None else saved[0].training.validation)
+        if has_validation(args):
+            known_ms = (reference_ms or {}) if saved is None else saved[0].training.validation.reference_ms
+            validation = prepare_validation(args, stack, known_ms, threads)
         net = learn(args, envs, environment, run, writer, console, saved, start, wandb_id, validation)
         if args.eval_episodes:
-            fresh, _ = make_envs(args)
+            fresh, _ = make_envs(args, threads)
             stack.callback(fresh.close)
             result = evaluate(net, fresh, args.eval_episodes, args.eval_max_steps, reset_seed(args.seed, 2**32 - 1))
             writer.add_scalar("charts/eval_return", result.mean(), args.total_timesteps)
@@ -757,13 +796,8 @@ def learn(
         loop, best = restore(str(run), saved[1], net, optimiser, generator)
         iteration, episodes, seconds = before.iterations, before.episodes, before.seconds
         statistics, commands, found = before.statistics, before.commands + commands, before.validation
-        if 0 < args.patience <= looks_without_gain(found):
-            raise UserError(f"{run}: the run is complete ({before.stopped}); a larger --patience goes on with it")
-        if iteration >= num_iterations:
-            raise UserError(
-                f"{run}: the run is complete ({before.steps} of {args.total_timesteps} steps); give a larger "
-                "--total-timesteps to go on"
-            )
+        if (why := why_complete(args, before)) is not None:
+            raise UserError(f"{run}: the run is complete {why}")
         recent.extend((float(r), float(n)) for r, n in loop.recent)
         done = iteration % args.checkpoint_every  # iterations since the last seeded reset
         if done:

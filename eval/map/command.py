@@ -14,10 +14,10 @@ import tyro
 from rich.table import Table
 
 from eval.command import console
+from eval.executor import Executor, ExecutorName
 from eval.map.grid import HOST_GIB, HOT_SHARES, LINKS, LOADS, MODELS, MOST_SEEDS, Grid
 from eval.map.store import CELLS, FILES, Store
 from eval.map.summary import WORTH, Found, as_json, figures, slices, summarise
-from eval.sweep import check_jobs
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures
 from helm_rl.files import check_outputs, refuse_existing, write_text
@@ -47,7 +47,13 @@ class Args:
     seeds: int = 5
     """Draws of arrivals per cell, at least 1; a later run with more adds them."""
     jobs: int = 2
-    """Cells measured at a time, one core each."""
+    """Cells measured at a time, one core each; with --address as many as the cluster has cores."""
+    executor: ExecutorName = "local"
+    """Where cells are measured: local, in processes of this machine, or ray, on the nodes of a Ray cluster (needs
+    the extra 'ray'); the figures are the same."""
+    address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """With --executor ray: the cluster, of which this machine must be a node, or auto; without it Ray starts on this
+    machine alone, for as long as the command takes."""
     models: tuple[str, ...] = MODELS
     """Model profiles."""
     links: tuple[str, ...] = LINKS
@@ -78,7 +84,7 @@ def main(args: Args) -> None:
     with Store(args.output, grid.options()) as store:
         from eval.map.run import run
 
-        run(grid, args.seeds, args.jobs, store)
+        run(grid, args.seeds, _executor(args), store)
         found = summarise(grid, store, args.seeds)
         from eval.map.plot import draw
 
@@ -91,11 +97,15 @@ def main(args: Args) -> None:
         write_figures(args.json, figures(found))
 
 
+def _executor(args: Args) -> Executor:
+    return Executor(args.executor, args.jobs, args.address)
+
+
 def _grid(args: Args) -> Grid:
     """Check the arguments and return the grid."""
     if not 1 <= args.seeds <= MOST_SEEDS:
         raise UserError(f"--seeds must lie in 1 to {MOST_SEEDS}, got {args.seeds}")
-    check_jobs(args.jobs)
+    _executor(args).check()
     _check_files(args)
     grid = Grid(
         args.models,

@@ -1,24 +1,25 @@
-"""Measuring all cells, in processes: what is missing of a map, with progress, safe to interrupt."""
+"""Measuring all cells, many at a time: what is missing of a map, with progress, safe to interrupt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from eval.executor import Executor, working
 from eval.map.grid import LOADS, Cell, Grid, pace, requests
 from eval.map.measure import measure, prepare
 from eval.map.store import Store
-from eval.processes import Task, Workers, working_processes
+from eval.processes import Task, Workers
 from eval.results import Row
 
 
-def run(grid: Grid, seeds: int, jobs: int, store: Store) -> None:
+def run(grid: Grid, seeds: int, executor: Executor, store: Store) -> None:
     """Measure what `store` lacks: every setting's load first, then every cell on seed 1, then on the other seeds.
 
     Each result is stored as it comes; an interrupt loses those that are being measured.
     """
     if _complete(grid, seeds, store):
         return
-    with working_processes(jobs) as workers:
+    with working(executor) as workers:
         settings = grid.settings()
         preparations = [Task(prepare, (grid, setting), 1.0) for setting in settings if store.get(setting.key) is None]
         _work(workers, store, f"loads of {len(settings)} settings", preparations, len(settings))

@@ -37,12 +37,16 @@ SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Cell:
-    """One load on one node; log: whose arrivals take the place of the scenario's own, None: none does."""
+    """One load on one node.
+
+    log: whose arrivals take the place of the scenario's own, None: none does; log_sha256: of its bytes (hex).
+    """
 
     family: str
     pattern: str
     scenario: Scenario
     log: Path | None = None
+    log_sha256: str = ""
 
     @property
     def name(self) -> str:
@@ -52,13 +56,12 @@ class Cell:
     @property
     def identity(self) -> str:
         """A hash (hex) of what its arrivals and their service depend on, but for the draw."""
-        log = "" if self.log is None else _sha256(self.log)
-        return hashlib.sha256(f"{scenario_hash(self.scenario)} {log}".encode()).hexdigest()
+        return hashlib.sha256(f"{scenario_hash(self.scenario)} {self.log_sha256}".encode()).hexdigest()
 
     def load(self, seed: int, multiple: float = 1.0) -> tuple[Scenario, Trace]:
         """Return what serves a multiple of the load, and the arrivals that a seed draws for it."""
         scenario = self.scenario if multiple == 1.0 else at_load(self.scenario, multiple)
-        return scenario, _drawn(scenario, self.log, seed)
+        return scenario, _drawn(scenario, self.log, self.log_sha256, seed)
 
     def draw(self, number: int) -> Trace:
         """Return the arrivals of an evaluated draw, by its number."""
@@ -101,7 +104,7 @@ def recorded_cells(folder: Path) -> list[Cell]:
     steady = scenario_of(NODE, "steady")
     mix = pattern(steady, steady.load.rate, HOT_SHARE, SECONDS)
     return [
-        Cell(RECORDED, name, mix.model_copy(update={"name": f"{RECORDED}-{name}"}), path)
+        Cell(RECORDED, name, mix.model_copy(update={"name": f"{RECORDED}-{name}"}), path, _sha256(path))
         for name, path in sorted(found.items())
     ]
 
@@ -124,19 +127,25 @@ def on_arrivals(content: Trace, log_ns: npt.NDArray[np.int64]) -> Trace:
 
 
 @lru_cache(maxsize=1)
-def _drawn(scenario: Scenario, log: Path | None, seed: int) -> Trace:
+def _drawn(scenario: Scenario, log: Path | None, log_sha256: str, seed: int) -> Trace:
     """Draw arrivals; the last are kept, for controllers meet the same ones one after the other."""
     from helm_rl.workloads.generate import generate
 
     content = generate(scenario, seed=seed)
-    return content if log is None else on_arrivals(content, _arrivals(log))
+    return content if log is None else on_arrivals(content, _arrivals(log, log_sha256))
 
 
 @lru_cache(maxsize=1)
-def _arrivals(log: Path) -> npt.NDArray[np.int64]:
-    """Return a log's arrivals, those that were recorded in coarse steps spread over them."""
+def _arrivals(log: Path, sha256: str) -> npt.NDArray[np.int64]:
+    """Return a log's arrivals, those that were recorded in coarse steps spread over them.
+
+    Raises:
+        UserError: Where this runs the log is missing, or another one.
+    """
     from helm_rl.workloads.readers import read_trace
 
+    if not log.is_file() or _sha256(log) != sha256:
+        raise UserError(f"{log}: is not the log here that the suite was planned with")
     found = read_trace(log, spread=True).arrival_ns
     if found.size < 2 or found[-1] == found[0]:
         raise UserError(f"{log}: its requests all come at once; a log of arrivals has at least two times")

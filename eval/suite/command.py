@@ -13,6 +13,7 @@ from rich.table import Table
 
 from eval.command import console
 from eval.comparison import HINDSIGHT, check_draws
+from eval.executor import Executor, ExecutorName
 from eval.results import OPTIONS, RESULTS, Kind, Results
 from eval.routing import MOST_NODES
 from eval.suite.cells import cells, recorded_cells
@@ -27,7 +28,6 @@ from eval.suite.run import run
 from eval.suite.runs import RUNS, write_runs
 from eval.suite.suite import Suite
 from eval.suite.summary import CellSummary, summarise
-from eval.sweep import check_jobs
 from eval.wording import interval_ms, milliseconds
 from helm_rl import __version__
 from helm_rl.errors import UserError
@@ -85,7 +85,13 @@ class Args:
     quick: bool = False
     """One family, two draws, coarser statics, no search for the reference, a small cluster."""
     jobs: int = 2
-    """Results measured at a time, one core each."""
+    """Results measured at a time, one core each; with --address as many as the cluster has cores."""
+    executor: ExecutorName = "local"
+    """Where results are measured: local, in processes of this machine, or ray, on the nodes of a Ray cluster (needs
+    the extra 'ray'); the figures are the same."""
+    address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """With --executor ray: the cluster, of which this machine must be a node, or auto; without it Ray starts on this
+    machine alone, for as long as the command takes."""
     map: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of `helm-rl eval map`, to be shown in the report."""
     decision: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -105,7 +111,7 @@ def main(args: Args) -> None:
     with Results(args.output, SUITE, {"helm_rl": __version__}) as store:
         suite = Suite(plan, store)
         _announce(plan, args)
-        run(suite, args.jobs)
+        run(suite, executor_of(args))
         summary = summarise(suite)
     out = console()
     for cell in summary.cells:
@@ -128,7 +134,7 @@ def plan_of(args: Args) -> Plan:
     size = QUICK if args.quick else FULL
     seeds = size.seeds if args.seeds is None else args.seeds
     check_draws(args.seed, seeds)
-    check_jobs(args.jobs)
+    executor_of(args).check()
     nodes = size.nodes if args.nodes is None else args.nodes
     if not 0 <= nodes <= MOST_NODES:
         raise UserError(f"--nodes must lie in 0 to {MOST_NODES}, got {nodes}")
@@ -139,6 +145,11 @@ def plan_of(args: Args) -> Plan:
     policy = args.policy if args.policy is not None else next((Path(name) for name in shipped_names()[::-1]), None)
     chosen = entries(policy, args.controller, [cell.scenario for cell in found])
     return Plan(tuple(found), tuple(chosen), size)
+
+
+def executor_of(args: Args) -> Executor:
+    """Return what measures."""
+    return Executor(args.executor, args.jobs, args.address)
 
 
 def _check_files(args: Args) -> None:

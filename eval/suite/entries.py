@@ -22,6 +22,8 @@ from helm_rl.control.rules import RegimeRule
 from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario
+from helm_rl.shipped import FOLDER as SHIPPED
+from helm_rl.shipped import bundle_path
 
 HOST_GIB = (96.0, 960.0)
 """Host tiers for keys and values that stand in the table beside a static split; `helm-rl eval map` has the same."""
@@ -36,8 +38,8 @@ Kind = Literal["policy", "rule", "own", "naive", "host"]
 class Entry(Row):
     """A controller of the table.
 
-    source: a bundle's folder, or MODULE:CLASS; layers: of a bundle, those above its base policy; host_gib: host memory
-    for keys and values; identity: what it is beyond its name, for the hash of its runs.
+    source: a bundle's folder or the name of a shipped one, or MODULE:CLASS; layers: of a bundle, those above its base
+    policy; host_gib: host memory for keys and values; identity: what it is beyond its name, for the hash of its runs.
     """
 
     kind: Kind = "rule"
@@ -106,7 +108,6 @@ def entries(policy: Path | None, own: Sequence[str], scenarios: Sequence[Scenari
 
 def _policies(bundle: Bundle) -> list[Entry]:
     """The bundle whole, then its ablations."""
-    files = hashlib.sha256("".join(sorted(bundle.config.files.values())).encode()).hexdigest()
     whole = layers_of(bundle)
     found = []
     for layers in (whole, *ablations(bundle)):
@@ -118,20 +119,38 @@ def _policies(bundle: Bundle) -> list[Entry]:
                 "HELM" + suffix,
                 f"{stack}: the bundle {bundle.path.resolve().name}",
                 "policy",
-                str(bundle.path.resolve()),
+                _source(bundle),
                 layers,
-                identity=f"{files} {stack}",
+                identity=_bundle_identity(bundle, layers),
             )
         )
     return found
 
 
+def _source(bundle: Bundle) -> str:
+    """Return the name of a shipped bundle, which other machines may have elsewhere, and the folder of any other."""
+    path = bundle.path.resolve()
+    return path.name if path.parent == SHIPPED else str(path)
+
+
+def _bundle_identity(bundle: Bundle, layers: Sequence[Layer]) -> str:
+    files = hashlib.sha256("".join(sorted(bundle.config.files.values())).encode()).hexdigest()
+    return " ".join((files, " + ".join(("base", *layers))))
+
+
 def serving(entry: Entry, scenario: Scenario, prepared: Prepared) -> tuple[Scenario, Callable[[], Controller], float]:
-    """Return what serves under an entry, what makes its controller, and the alpha that it starts at."""
+    """Return what serves under an entry, what makes its controller, and the alpha that it starts at.
+
+    Raises:
+        UserError: Where this runs the bundle, or the class of one's own, is missing or another one.
+    """
     match entry.kind:
         case "policy":
-            return scenario, contestant(_bundle(entry.source), scenario, entry.layers).make, prepared.deployable
+            bundle = _bundle(entry.source)
+            _refuse_another(entry, _bundle_identity(bundle, entry.layers))
+            return scenario, contestant(bundle, scenario, entry.layers).make, prepared.deployable
         case "own":
+            _refuse_another(entry, _imported_hash(entry.source))
             (one,) = own_contestants([entry.source], scenario, ())
             return scenario, one.make, prepared.deployable
         case "naive":
@@ -142,6 +161,11 @@ def serving(entry: Entry, scenario: Scenario, prepared: Prepared) -> tuple[Scena
             return with_host_tier(scenario, entry.host_gib), partial(StaticAlpha, alpha), alpha
         case _:
             return scenario, _rule(entry.key, scenario).make, prepared.deployable
+
+
+def _refuse_another(entry: Entry, identity: str) -> None:
+    if identity != entry.identity:
+        raise UserError(f"{entry.source}: is not the one here that the suite was planned with")
 
 
 def with_host_tier(scenario: Scenario, gib: float) -> Scenario:
@@ -155,7 +179,13 @@ def _rule(key: str, scenario: Scenario) -> Contestant:
 
 @lru_cache(maxsize=2)
 def _bundle(path: str) -> Bundle:
-    return load_bundle(Path(path))
+    return load_bundle(bundle_path(path))
+
+
+@lru_cache(maxsize=8)
+def _imported_hash(spec: str) -> str:
+    """Return `_source_hash` as it was when this process first asked: it does not import again what is edited later."""
+    return _source_hash(spec)
 
 
 def _source_hash(spec: str) -> str:

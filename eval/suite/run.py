@@ -1,17 +1,18 @@
-"""Measuring what a suite lacks, in processes, with the time that is left."""
+"""Measuring what a suite lacks, many results at a time, with the time that is left."""
 
 from __future__ import annotations
 
-from eval.processes import Task, working_processes
+from eval.executor import Executor, working
+from eval.processes import Task
 from eval.suite.plan import OVERHEAD_S
 from eval.suite.suite import Suite
 from eval.suite.tasks import perform
 
 
-def run(suite: Suite, jobs: int) -> None:
+def run(suite: Suite, executor: Executor) -> None:
     """Measure every result that is not there yet; each is stored as it comes, and an interrupt loses those at work."""
-    total = sum(suite.plan.stage_cpu_s().values()) + jobs * OVERHEAD_S
-    with working_processes(jobs) as workers:
+    total = sum(suite.plan.stage_cpu_s().values()) + executor.jobs * OVERHEAD_S
+    with working(executor) as workers:
         bar = workers.progress.add_task("", total=total)
         for stage in suite.stages():
             missing = [result for result in stage.results if suite.get(result) is None]

@@ -11,6 +11,8 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
+from train.ppo_base import reset_seed
+
 Obs = npt.NDArray[np.float64]
 
 
@@ -115,6 +117,25 @@ class Faulty(Toy):
         return obs, float("nan") if Faulty.steps == 600 else 1.0, False, False, info
 
 
+class FaultySecond(Toy):
+    """Its 600th reward, counted over all environments of a process, is NaN where this is a run of the seed 2."""
+
+    steps = 0
+    second = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:  # that of the first environment, before the first iteration, tells the runs apart
+            FaultySecond.second = seed in {reset_seed(2, 0) + i for i in range(4)}
+            FaultySecond.steps = 0
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        FaultySecond.steps += 1
+        obs, _, _, _, info = super().step(action)
+        nan = FaultySecond.second and FaultySecond.steps == 600
+        return obs, float("nan") if nan else 1.0, False, False, info
+
+
 class Counting(Toy):
     """Writes down what happens to it, over all environments: resets, steps, the actions that it got."""
 
@@ -153,5 +174,5 @@ class Discrete(Toy):
 
 gym.register("Constant-v0", entry_point=f"{__name__}:Toy", max_episode_steps=50)
 gym.register("Endless-v0", entry_point=f"{__name__}:Toy")
-for _class in (Terminating, Reach, Interrupting, Sleepy, OneBuffer, Faulty, Counting, Entropic, Discrete):
+for _class in (Terminating, Reach, Interrupting, Sleepy, OneBuffer, Faulty, FaultySecond, Counting, Entropic, Discrete):
     gym.register(f"{_class.__name__}-v0", entry_point=f"{__name__}:{_class.__name__}")

@@ -14,6 +14,7 @@ import sys, time
 from pathlib import Path
 
 import eval.map.run as run
+from eval.executor import Executor
 from eval.map.grid import Grid
 from eval.map.store import Store
 
@@ -26,7 +27,7 @@ def asleep(grid, setting):
 if __name__ == "__main__":
     run.prepare = asleep
     grid = Grid(("decoder-0.2b",), ("remote-ps",), (0.0,), (1500.0,), (0.5,))
-    run.run(grid, 1, 2, Store(Path(sys.argv[1]), grid.options()))
+    run.run(grid, 1, Executor(), Store(Path(sys.argv[1]), grid.options()))
 """
 
 

@@ -177,7 +177,7 @@ def model_card(
         f"| --{name.replace('_', '-')} | {value} |" for name, value in training.arguments.items() if value is not None
     ]
     lines = [
-        f"# Base policy, trained on the scenario{several} {_some([each.name for each in environment.scenarios])}",
+        f"# Base policy, trained on the scenario{several} {first_few([each.name for each in environment.scenarios])}",
         "",
         "A controller of alpha, the embedding cache's share of a pool of GPU memory that it divides with the KV cache",
         f"of a generative recommender. {training.method}; frozen in service.",
@@ -254,7 +254,7 @@ def model_card(
     return "\n".join(lines)
 
 
-def _some(names: list[str]) -> str:
+def first_few(names: list[str]) -> str:
     """Name the first few of many."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 

@@ -46,18 +46,20 @@ class ShowArgs:
 def list_shipped(args: ListArgs) -> None:
     """Print a line for each bundle."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
+
+    from helm_rl.export import first_few
 
     names = shipped_names()
     if not names:
         print("No bundle is shipped with this version; helm-rl train base and helm-rl export make one.")
         return
-    table = Table("bundle", "layers", "trained on", "steps", "decides every")
+    table = Table(Column("bundle", no_wrap=True), "layers", "trained on", "steps", "decides every")
     for name in names:
         bundle = load_bundle(FOLDER / name)
         training, environment = bundle.config.training, bundle.config.environment
         intervals = ", ".join(f"{interval_s:g}" for interval_s in bundle.config.bounds.interval_s)
-        scenarios = ", ".join(source.name for source in environment.scenarios)
+        scenarios = first_few([source.name for source in environment.scenarios])
         table.add_row(name, _layers(bundle), scenarios, f"{training.steps:,}", f"{intervals} s")
     Console(highlight=False, markup=False).print(table)
 

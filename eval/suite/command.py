@@ -69,6 +69,9 @@ class Args:
     policy: Path | None = None
     """Bundle of the policy: a folder, as `helm-rl export` writes it, or the name of a shipped one (default: the latest
     shipped one, or none where none is)."""
+    beside: tuple[Path, ...] = ()
+    """Bundles to measure beside it, with their ablations, each a row under its folder's name: the same policy below
+    other layers, say. What a bundle has in common with the policy is measured once."""
     controller: tuple[str, ...] = ()
     """Also measure controllers of your own, each MODULE:CLASS, such as my_rules:HotUsers: a class in this folder, or
     installed, with the methods of helm_rl.control.protocol.Controller (examples/own_controller.py is one)."""
@@ -143,7 +146,7 @@ def plan_of(args: Args) -> Plan:
     if args.traces is not None:
         found += recorded_cells(args.traces)
     policy = args.policy if args.policy is not None else next((Path(name) for name in shipped_names()[::-1]), None)
-    chosen = entries(policy, args.controller, [cell.scenario for cell in found])
+    chosen = entries(policy, args.controller, [cell.scenario for cell in found], args.beside)
     return Plan(tuple(found), tuple(chosen), size)
 
 
@@ -154,7 +157,7 @@ def executor_of(args: Args) -> Executor:
 
 def _check_files(args: Args) -> None:
     """Raise UserError unless every file can be written, now and not after the work."""
-    check_outputs(args.overwrite, (args.policy, args.traces), json=args.json)
+    check_outputs(args.overwrite, (args.policy, *args.beside, args.traces), json=args.json)
     if args.json is not None:
         figures, folder = Path(os.path.realpath(args.json)), Path(os.path.realpath(args.output))
         if figures in (folder, *folder.parents) or figures in [folder / name for name in FILES]:

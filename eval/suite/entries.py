@@ -15,8 +15,8 @@ from eval.comparison import POLICY, Contestant, Row, figure_word
 from eval.own_controller import load, own_contestants
 from eval.peers import peer_contestants
 from eval.routing import NAIVE, reallocating
-from helm_rl.checkpoint import Bundle, load_bundle
-from helm_rl.control.layers import Layer, layers_of
+from helm_rl.checkpoint import POLICY_FILE, Bundle, load_bundle
+from helm_rl.control.layers import LAYERS, Layer, layers_of
 from helm_rl.control.protocol import Controller
 from helm_rl.control.rules import RegimeRule
 from helm_rl.control.static import StaticAlpha
@@ -70,14 +70,26 @@ class Prepared:
         return {**asdict(self), "host": {f"{gib:g}": alpha for gib, alpha in self.host.items()}}
 
 
-def entries(policy: Path | None, own: Sequence[str], scenarios: Sequence[Scenario]) -> list[Entry]:
-    """Return the controllers that move alpha, and the host tiers; UserError unless all can serve every scenario."""
+def entries(
+    policy: Path | None, own: Sequence[str], scenarios: Sequence[Scenario], beside: Sequence[Path] = ()
+) -> list[Entry]:
+    """Return the controllers that move alpha, and the host tiers; UserError unless all can serve every scenario.
+
+    policy: the bundle that goals are asked of; beside: others, under the names of their folders.
+    """
+    if beside and policy is None:
+        raise UserError("--beside is for bundles beside a policy; name that with --policy")
     found: list[Entry] = []
-    if policy is not None:
+    for path in ([] if policy is None else [policy]) + list(beside):
         for scenario in scenarios:
-            bundle = fitting_bundle(policy, scenario)
+            bundle = fitting_bundle(path, scenario)
             contestant(bundle, scenario, layers_of(bundle))
-        found += _policies(bundle)
+        name = "" if path == policy else bundle.path.resolve().name
+        for entry in _policies(bundle, name):
+            same = next((one for one in found if one.identity == entry.identity), None)
+            if same is None and any(one.key == entry.key for one in found):
+                raise UserError(f"--beside {path}: a bundle of that name is measured already; rename its folder")
+            found += [entry] if same is None else []
     for scenario in scenarios:
         own_contestants(own, scenario, TAKEN | {one.key for one in found})
     found += [
@@ -106,8 +118,8 @@ def entries(policy: Path | None, own: Sequence[str], scenarios: Sequence[Scenari
     return found
 
 
-def _policies(bundle: Bundle) -> list[Entry]:
-    """The bundle whole, then its ablations."""
+def _policies(bundle: Bundle, name: str) -> list[Entry]:
+    """The bundle whole, then its ablations; name: of one that stands beside the policy."""
     whole = layers_of(bundle)
     found = []
     for layers in (whole, *ablations(bundle)):
@@ -115,8 +127,8 @@ def _policies(bundle: Bundle) -> list[Entry]:
         suffix = "" if layers == whole else f" ({stack})"
         found.append(
             Entry(
-                figure_word(POLICY + suffix),
-                "HELM" + suffix,
+                figure_word((name or POLICY) + suffix),
+                (name or "HELM") + suffix,
                 f"{stack}: the bundle {bundle.path.resolve().name}",
                 "policy",
                 _source(bundle),
@@ -134,7 +146,8 @@ def _source(bundle: Bundle) -> str:
 
 
 def _bundle_identity(bundle: Bundle, layers: Sequence[Layer]) -> str:
-    files = hashlib.sha256("".join(sorted(bundle.config.files.values())).encode()).hexdigest()
+    used = (POLICY_FILE, *(LAYERS[layer] for layer in layers))  # the rest of a bundle changes nothing that it does
+    files = hashlib.sha256("".join(bundle.config.files[file] for file in used).encode()).hexdigest()
     return " ".join((files, " + ".join(("base", *layers))))
 
 

@@ -1,0 +1,46 @@
+"""Which bundles a suite measures, and under which names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eval.suite.entries import entries
+from helm_rl.control.burst import BurstSettings
+from helm_rl.control.detector_file import Detector, save_detector
+from helm_rl.errors import UserError
+from helm_rl.export import export
+from tests.eval.conftest import MakeBundle
+from tests.eval.suite.worlds import small_scenario
+from tests.helm_rl.control.test_detector_file import DETECTOR
+
+
+def policies(policy: Path | None, *beside: Path) -> list[tuple[str, str]]:
+    found = entries(policy, (), [small_scenario("burst")], beside)
+    return [(entry.key, entry.title) for entry in found if entry.kind == "policy"]
+
+
+def test_what_stands_beside_a_policy_has_its_folder_s_name_and_what_both_have_is_measured_once(
+    make_bundle: MakeBundle, tmp_path: Path
+) -> None:
+    plain = make_bundle("plain")
+    save_detector(tmp_path / "d.json", DETECTOR)
+    export(plain, tmp_path / "full", detector=tmp_path / "d.json")
+    assert policies(plain) == [("policy", "HELM")]
+    assert policies(plain, tmp_path / "full") == [("policy", "HELM"), ("full", "full")]
+    assert policies(tmp_path / "full", plain) == [("policy", "HELM"), ("policy_base", "HELM (base)")]
+    assert policies(plain, plain, tmp_path / "full", tmp_path / "full") == [("policy", "HELM"), ("full", "full")]
+
+
+def test_bundles_of_one_name_are_refused(make_bundle: MakeBundle, tmp_path: Path) -> None:
+    plain = make_bundle("plain")
+    for name, sigmas in (("a", 5.0), ("b", 6.0)):
+        detector = Detector(BurstSettings(p99_sigmas=sigmas), DETECTOR.rule, DETECTOR.origin)
+        save_detector(tmp_path / f"{name}.json", detector)
+        (tmp_path / name).mkdir()
+        export(plain, tmp_path / name / "full", detector=tmp_path / f"{name}.json")
+    with pytest.raises(UserError, match="a bundle of that name is measured already"):
+        policies(plain, tmp_path / "a" / "full", tmp_path / "b" / "full")
+    with pytest.raises(UserError, match="--beside is for bundles beside a policy"):
+        policies(None, plain)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.suite.cells import RECORDED, cells, on_arrivals, recorded_cells
+from eval.suite.cells import RECORDED, _sha256, cells, on_arrivals, recorded_cells
 from eval.suite.families import FAMILIES
 from helm_rl.errors import UserError
 from helm_rl.workloads.generate import generate
@@ -73,6 +73,18 @@ def test_a_log_without_time_is_refused(tmp_path: Path) -> None:
     (cell,) = recorded_cells(tmp_path)
     with pytest.raises(UserError, match=r"azure\.csv: its requests all come at once"):
         cell.load(1)
+
+
+def test_a_log_that_is_another_where_it_is_read_is_refused(tmp_path: Path) -> None:
+    azure(tmp_path / "azure.csv", [0.0, 1.0, 3.0])
+    (cell,) = recorded_cells(tmp_path)
+    azure(tmp_path / "azure.csv", [0.0, 2.0, 3.0])
+    _sha256.cache_clear()  # as in another process
+    with pytest.raises(UserError, match=r"azure\.csv: is not the log here that the suite was planned with"):
+        cell.load(1)
+    (tmp_path / "azure.csv").unlink()
+    with pytest.raises(UserError, match="is not the log here"):
+        cell.load(2)
 
 
 def test_unknown_families_are_refused() -> None:

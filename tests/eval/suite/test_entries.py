@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from eval.suite.entries import entries
+from eval.suite.entries import Prepared, entries, serving
 from helm_rl.control.burst import BurstSettings
 from helm_rl.control.detector_file import Detector, save_detector
 from helm_rl.errors import UserError
@@ -14,6 +15,13 @@ from helm_rl.export import export
 from tests.eval.conftest import MakeBundle
 from tests.eval.suite.worlds import small_scenario
 from tests.helm_rl.control.test_detector_file import DETECTOR
+
+RULE = """
+from helm_rl.control.static import StaticAlpha
+
+def half():
+    return StaticAlpha({alpha})
+"""
 
 
 def policies(policy: Path | None, *beside: Path) -> list[tuple[str, str]]:
@@ -44,3 +52,24 @@ def test_bundles_of_one_name_are_refused(make_bundle: MakeBundle, tmp_path: Path
         policies(plain, tmp_path / "a" / "full", tmp_path / "b" / "full")
     with pytest.raises(UserError, match="--beside is for bundles beside a policy"):
         policies(None, plain)
+
+
+def test_what_is_another_where_it_is_measured_is_refused(
+    make_bundle: MakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "suite_rule.py").write_text(RULE.format(alpha=0.5))
+    scenario = small_scenario("burst")
+    found = {entry.key: entry for entry in entries(make_bundle("plain"), ["suite_rule:half"], [scenario])}
+    prepared = Prepared(deployable=0.5)
+    for key in ("policy", "half"):
+        assert serving(found[key], scenario, prepared)[2] == 0.5
+        other = replace(found[key], identity=found[key].identity[::-1])  # as where another one was planned with
+        with pytest.raises(UserError, match=r"(plain|suite_rule:half): is not the one here"):
+            serving(other, scenario, prepared)
+
+
+def test_a_shipped_bundle_goes_by_its_name_wherever_it_lies() -> None:
+    shipped = entries(Path("helm-base-v1"), (), [small_scenario("burst")])[0]
+    assert shipped.source == "helm-base-v1"
+    serving(shipped, small_scenario("burst"), Prepared(deployable=0.5))

@@ -156,10 +156,15 @@ class Work:
         self, scenario: Scenario, trace: Trace, controller: Controller, alpha0: float, seed: int = 0
     ) -> npt.NDArray[np.float32]:
         """Replay here, not on the threads, and return the latencies of the measured requests in order of arrival."""
+        replayed = self.replay(scenario, trace, controller, alpha0, seed)
+        return replayed.latency_ms[replayed.measured]
+
+    def replay(self, scenario: Scenario, trace: Trace, controller: Controller, alpha0: float, seed: int = 0) -> Replay:
+        """Replay here, not on the threads."""
         self.plan(1)
         replayed = self._replay(scenario, trace, controller, alpha0=alpha0, seed=seed)
         self.advance()
-        return replayed.latency_ms[replayed.measured]
+        return replayed
 
     def run(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Annotated
 
 import tyro
 
+from helm_rl import tracking
 from helm_rl.c_header import header
 from helm_rl.checkpoint import (
     CONFIG_FILE,
     DETECTOR_FILE,
     RESIDUAL_FILE,
+    STATE_FILE,
     Bundle,
     BundleConfig,
     EnvironmentSection,
@@ -33,6 +36,7 @@ from helm_rl.control.residual_file import load_residual
 from helm_rl.errors import UserError
 from helm_rl.files import atomic_file, check_outputs, write_text
 from helm_rl.frozen import decide_by_bundle, freeze
+from helm_rl.hub import check_hub_output, read_figures, write_hub_folder
 from helm_rl.onnx_file import most_error, onnx_bytes, parse_onnx
 
 CHECKED = 10_000
@@ -57,7 +61,7 @@ class ExportArgs:
     """Run folder, as 'helm-rl train base' printed it, or a bundle, to put layers above its policy or for the files
     below."""
     output: Path | None = None
-    """Bundle folder to make; may be left out where a bundle only becomes one of the files below."""
+    """Bundle folder to make; may be left out where a bundle only becomes one of the things below."""
     detector: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Burst detector and recovery rule, as 'helm-rl train burst' writes them."""
     residual: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
@@ -66,8 +70,20 @@ class ExportArgs:
     """ONNX file to make of the bundle; held against it on 10,000 raw observations before it is written."""
     header: Annotated[Path | None, tyro.conf.arg(metavar="FILE.h")] = None
     """C header to make of the bundle: C99 or C++, no dependency."""
+    hub: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder in the Hugging Face Hub's style to make of the bundle: its files, and a card with metadata in YAML. It is
+    written, not uploaded."""
+    figures: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.json")] = ()
+    """With --hub: what 'helm-rl eval p99 --policy BUNDLE --json' measured, to become metrics of the card."""
     interval_s: float | None = None
     """Seconds between decisions for --onnx and --header; needed where the policy was trained for several."""
+    track: bool = False
+    """Also log the bundle to Weights and Biases, as an artefact of the run's own run there if it has one (needs the
+    extra 'track'; WANDB_MODE=offline needs no network)."""
+    wandb_project_name: str = tracking.PROJECT
+    """Project at Weights and Biases."""
+    wandb_entity: str | None = None
+    """Team at Weights and Biases; your own account if not given."""
     overwrite: bool = False
     """Replace what stands at an output already."""
 
@@ -284,23 +300,55 @@ def _validation(found: ValidationSection) -> list[str]:
 def main(args: ExportArgs) -> None:
     """Export as the command line says, and tell where everything is."""
     files = {"onnx": args.onnx, "header": args.header}
+    made = [option for option, path in (*files.items(), ("hub", args.hub)) if path is not None]
+    if args.figures and args.hub is None:
+        raise UserError("--figures become metrics of a card: name its folder with --hub")
+    measured = [read_figures(path) for path in args.figures]
     if args.onnx is not None:
         importlib.import_module("onnx")  # that it is missing is said before anything is made
     if args.output is None:
-        if not any(files.values()):
-            raise UserError("nothing to make: name --output for a bundle, or --onnx or --header for a file of a bundle")
+        if not made:
+            raise UserError(
+                "nothing to make: name --output for a bundle, or --onnx, --header or --hub for what a bundle becomes"
+            )
         if args.detector is not None or args.residual is not None:
             raise UserError("--detector and --residual become part of a bundle: name it with --output")
         if not (args.source / CONFIG_FILE).is_file():
             raise UserError(
-                f"{args.source}: no bundle, of which --onnx and --header are made; name one with --output, too"
+                f"{args.source}: no bundle, of which --onnx, --header and --hub are made; name one with --output, too"
             )
+    if args.track:
+        tracking.check_installed()
+        if args.output is None:
+            raise UserError("--track logs the bundle that is made: name it with --output")
     check_outputs(args.overwrite, (args.source, args.output), **files)
+    if args.hub is not None:
+        check_hub_output(args.hub, args.output or args.source, args.overwrite)
     if args.output is not None:
         export(args.source, args.output, args.overwrite, args.detector, args.residual)
         print(f"bundle: {args.output}")
-    if any(files.values()):
-        _export_files(load_bundle(args.source if args.output is None else args.output), args)
+    if args.track:
+        _log(args)
+    if made:
+        bundle = load_bundle(args.source if args.output is None else args.output)
+        if any(files.values()):
+            _export_files(bundle, args)
+        if args.hub is not None:
+            write_hub_folder(args.hub, bundle, measured, args.overwrite)
+            print(f"hub: {args.hub}; to upload it: hf upload USER/NAME {shlex.quote(str(args.hub))}")
+
+
+def _log(args: ExportArgs) -> None:
+    """Log the bundle at `args.output` to Weights and Biases."""
+    assert args.output is not None
+    of_run = (args.source / STATE_FILE).is_file()
+    run = tracking.start(
+        project=args.wandb_project_name,
+        entity=args.wandb_entity,
+        run_id=load_training_state(args.source)[0].wandb_id if of_run else None,
+    )
+    tracking.log_bundle(run, load_bundle(args.output), args.output.name)
+    run.finish()
 
 
 def _export_files(bundle: Bundle, args: ExportArgs) -> None:

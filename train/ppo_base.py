@@ -25,13 +25,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import math
 import os
 import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -59,7 +59,7 @@ from rich.progress import (
 )
 from torch.utils.tensorboard import SummaryWriter
 
-from helm_rl import __version__
+from helm_rl import __version__, tracking
 from helm_rl.checkpoint import (
     STATE_FILE,
     BoundsSection,
@@ -78,6 +78,7 @@ from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from helm_rl.figures import command
 from helm_rl.metrics import mean_regret
+from train.charts import Hyperparameters, episode_steps, look_figure
 from train.state import Loop, capture, network_section, policy_of, restore
 
 if TYPE_CHECKING:
@@ -107,8 +108,9 @@ class Args:
     resume: Path | None = None
     """Run folder to continue from its last checkpoint, with the arguments that it was started with."""
     track: bool = False
-    """Also log to Weights and Biases (needs the extra 'track'; WANDB_MODE=offline needs no network)."""
-    wandb_project_name: str = "helm-rl"
+    """Also log to Weights and Biases, in the end the bundle as an artefact, too (needs the extra 'track';
+    WANDB_MODE=offline needs no network)."""
+    wandb_project_name: str = tracking.PROJECT
     """Project at Weights and Biases."""
     wandb_entity: str | None = None
     """Team at Weights and Biases; your own account if not given."""
@@ -251,8 +253,8 @@ def check_args(args: Args) -> None:
         )
     if not re.fullmatch(r"[A-Za-z0-9._-]+", args.exp_name):
         raise UserError(f"--exp-name must be letters, digits, dots, dashes and underscores, not {args.exp_name!r}")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        raise UserError("--track needs the package wandb; pip install 'helm-rl[track]'")
+    if args.track:
+        tracking.check_installed()
     if args.env_id != NODE_ENV:
         for name in ("trace", "variations", "signals", "start"):
             if getattr(args, name) != getattr(Args, name):
@@ -635,25 +637,13 @@ def undisturbed() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def start_tracking(args: Args, run: Path, wandb_id: str | None) -> Any:
-    """Start Weights and Biases and return its run. Must come before the SummaryWriter, which it listens to."""
-    import wandb  # here alone: nothing of it may be loaded without --track
+def log_bundle(wandb_run: Any, run: Path, exp_name: str) -> None:
+    """Log the run's policy to Weights and Biases, as the bundle that `helm-rl export` would make of it."""
+    from helm_rl.export import export
 
-    try:
-        return wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            id=wandb_id,
-            resume="allow",
-            sync_tensorboard=True,
-            config=plain_arguments(args),
-            name=run.name,
-            dir=str(run),
-        )
-    except wandb.errors.Error as error:
-        raise UserError(
-            f"--track: Weights and Biases did not start: {error}; WANDB_MODE=offline needs no account"
-        ) from None
+    with tempfile.TemporaryDirectory(prefix="helm-rl-") as folder:
+        export(run, Path(folder) / "bundle")
+        tracking.log_bundle(wandb_run, load_bundle(Path(folder) / "bundle"), f"{exp_name}-bundle")
 
 
 # -- the training ---------------------------------------------------------------------------------------------
@@ -707,26 +697,40 @@ def train(
             stack.callback(drop_unborn, run)
         wandb_id = None if saved is None else saved[0].wandb_id
         if args.track:
-            wandb_run = start_tracking(args, run, wandb_id)
+            # It listens to the SummaryWriter, and so must come before it
+            wandb_run = tracking.start(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                run_id=wandb_id,
+                name=run.name,
+                config=plain_arguments(args),
+                tensorboard=True,
+            )
             wandb_id = wandb_run.id
             stack.callback(wandb_run.finish)
         # A resumed log drops what was logged after the checkpoint: it will come again
         writer = SummaryWriter(str(run), purge_step=None if saved is None else saved[0].training.steps + 1)
         stack.callback(writer.close)
-        rows = "\n".join(f"|{name}|{value}|" for name, value in vars(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+        validated = has_validation(args)
+        judged_by = ("validation/best_mean_p99_regret",) if validated else ()
+        hyperparameters = Hyperparameters(writer, vars(args), (*judged_by, "charts/episodic_return"))
+        hyperparameters.begin(0 if saved is None else saved[0].training.steps + 1)
 
         validation = None
-        if has_validation(args):
+        if validated:
             known_ms = (reference_ms or {}) if saved is None else saved[0].training.validation.reference_ms
             validation = prepare_validation(args, stack, known_ms, threads)
         net = learn(args, envs, environment, run, writer, console, saved, start, wandb_id, validation)
+        steps = load_training_state(run)[0].training.steps
         if args.eval_episodes:
             fresh, _ = make_envs(args, threads)
             stack.callback(fresh.close)
             result = evaluate(net, fresh, args.eval_episodes, args.eval_max_steps, reset_seed(args.seed, 2**32 - 1))
-            writer.add_scalar("charts/eval_return", result.mean(), args.total_timesteps)
+            writer.add_scalar("charts/eval_return", result.mean(), steps)
             console.print(f"evaluation: mean return {result.mean():.6g} over {len(result)} episodes")
+        hyperparameters.end(steps)
+        if args.track and environment.bounds is not None:
+            log_bundle(wandb_run, run, args.exp_name)
     return run
 
 
@@ -911,8 +915,9 @@ def learn(
                         for i in np.flatnonzero(ends[step]):
                             episodes += 1
                             recent.append((float(episode_return[i]), float(episode_length[i])))
-                            writer.add_scalar("charts/episodic_return", episode_return[i], global_step)
-                            writer.add_scalar("charts/episodic_length", episode_length[i], global_step)
+                            ended_step = episode_steps(global_step, args.num_envs, i)
+                            writer.add_scalar("charts/episodic_return", episode_return[i], ended_step)
+                            writer.add_scalar("charts/episodic_length", episode_length[i], ended_step)
                         episode_return[ends[step]] = 0.0
                         episode_length[ends[step]] = 0
 
@@ -998,13 +1003,18 @@ def learn(
             last = iteration == num_iterations
             if validation is not None and (iteration % args.validate_every == 0 or last):
                 assert environment.bounds is not None
-                regrets = validation.regrets(policy_of(net), network_section(action_size), environment.bounds)
+                replays = validation.look(policy_of(net), network_section(action_size), environment.bounds)
+                regrets = validation.regrets(replays)
                 found = with_look(found, iteration, regrets)
                 if found.best == iteration:
                     best = policy_of(net)
                 for name, regret in regrets.items():
                     writer.add_scalar(f"validation/p99_regret/{name}", regret, global_step)
                 writer.add_scalar("validation/mean_p99_regret", mean_regret(regrets.values()), global_step)
+                assert found.best is not None
+                least = mean_regret(found.regrets[found.best].values())
+                writer.add_scalar("validation/best_mean_p99_regret", least, global_step)
+                writer.add_figure("validation/replays", look_figure(validation.held, replays), global_step)
                 idle = looks_without_gain(found)
                 if 0 < args.patience <= idle and not last:
                     stopped = f"no lower regret on held-out arrivals in {idle} looks, after {iteration} iterations"

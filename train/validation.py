@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from eval.reference import best_schedule
+from eval.segments import Run, measured_part, reduce_replay
 from eval.sweep import Work, half_of
 from helm_rl.checkpoint import BoundsSection, NetworkSection, Tensors
 from helm_rl.control.base import BasePolicy
-from helm_rl.metrics import p99_ms
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.generate import generate
 from helm_rl.workloads.trace import Trace
@@ -61,17 +61,21 @@ class Validation:
     reference_ms: dict[str, float]
     work: Work
 
-    def regrets(self, policy: Tensors, network: NetworkSection, bounds: BoundsSection) -> dict[str, float]:
-        """Return P99 of the policy, without noise and frozen, over the best schedule's, less 1, by name.
+    def look(self, policy: Tensors, network: NetworkSection, bounds: BoundsSection) -> dict[str, Run]:
+        """Replay the policy, without noise and frozen, on each set of arrivals; return what came of it, by name.
 
         Args:
             policy: Tensors of its actor and normaliser, as a bundle has them.
             network, bounds: What they belong to.
         """
 
-        def one(held: Held) -> float:
+        def one(held: Held) -> Run:
             controller = BasePolicy(policy, network, bounds, held.scenario.control.interval_s)
-            reached_ms = p99_ms(self.work.measured_ms(held.scenario, held.trace, controller, held.alpha0))
-            return reached_ms / self.reference_ms[held.name] - 1.0
+            replayed = self.work.replay(held.scenario, held.trace, controller, held.alpha0)
+            return reduce_replay(replayed, held.trace, measured_part(held.trace), held.scenario.slo_ms)
 
         return dict(zip((held.name for held in self.held), self.work.map(one, self.held), strict=True))
+
+    def regrets(self, replays: Mapping[str, Run]) -> dict[str, float]:
+        """Return the P99 of each replay over the best schedule's, less 1, by name."""
+        return {name: run.p99_ms / self.reference_ms[name] - 1.0 for name, run in replays.items()}

@@ -149,7 +149,7 @@ def test_files_are_made_of_a_bundle_and_for_one_interval(tmp_path: Path) -> None
     out = tmp_path / "a.h"
     for arguments, message in (
         ((tmp_path / "b",), "nothing to make: name --output"),
-        ((tmp_path / "run", "--header", out), "run: no bundle, of which --onnx and --header are made"),
+        ((tmp_path / "run", "--header", out), "run: no bundle, of which --onnx, --header and --hub are made"),
         ((tmp_path / "b", "--header", out, "--residual", tmp_path / "r.json"), "become part of a bundle"),
         ((tmp_path / "b", "--header", out, "--interval-s", "2"), r"trained for 0\.5 s between decisions, and 2 s was"),
         ((tmp_path / "b", "--header", out, "--onnx", out), "name the same file"),

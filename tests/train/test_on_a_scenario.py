@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
 
 import train.ppo_base
 from envs.vector import NodeVectorEnv
@@ -103,7 +106,13 @@ def test_from_a_scenario_to_a_decision(
     assert list(found.regrets) == [2, 4, 5]
     assert found.reference_ms.keys() == {"small"}
     assert found.best == min(found.regrets, key=lambda iteration: found.regrets[iteration]["small"])
-    assert any(key == "validation/p99_regret/small" for key in logged(run))
+    charts = logged(run)
+    assert [step for step, _ in charts["validation/p99_regret/small"]] == [128, 256, 320]
+    means = [value for _, value in charts["validation/mean_p99_regret"]]
+    assert [value for _, value in charts["validation/best_mean_p99_regret"]] == np.minimum.accumulate(means).tolist()
+    pictures = EventAccumulator(str(run), size_guidance={"images": 0}).Reload().Images("validation/replays")
+    assert [picture.step for picture in pictures] == [128, 256, 320]
+    assert all(picture.encoded_image_string.startswith(b"\x89PNG") for picture in pictures)
     tensors = load_training_state(run)[1]
     np.testing.assert_array_equal(
         load_bundle(tmp_path / "bundle").tensors["actor.4.bias"], tensors["best.actor.4.bias"]

@@ -345,7 +345,7 @@ def test_the_ci_script_can_run() -> None:
 # What the documents say
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "checkpoints/README.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "checkpoints/README.md"])
 def test_commands_in_documents_are_accepted(document: str) -> None:
     text = (ROOT / document).read_text().replace("\\\n", " ")
     blocks = re.findall(r"^(?: {4}|\$ )(helm-rl .*)$", text, flags=re.MULTILINE)
@@ -365,7 +365,7 @@ def test_commands_in_documents_are_accepted(document: str) -> None:
             tyro.cli(arguments_class, args=options)
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_make_targets_in_documents_exist(document: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named = set(re.findall(r"^(?: {4})make ([\w-]+)|`make ([\w-]+)", (ROOT / document).read_text(), flags=re.MULTILINE))
@@ -374,7 +374,9 @@ def test_make_targets_in_documents_exist(document: str) -> None:
     assert named_flat <= targets
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "checkpoints/README.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "checkpoints/README.md"]
+)
 def test_links_in_documents_lead_somewhere(document: str) -> None:
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):

@@ -52,6 +52,7 @@ COMMANDS: dict[str, Command] = {
     "control": Command(
         "serving", "helm_rl.runtime.command:main", "drive alpha of a serving system with a bundle, beside it"
     ),
+    "watch": Command("serving", "helm_rl.watch.command:main", "a live view of a training run, or of a control process"),
     "export": Command("training", "helm_rl.export:main", "turn a training run into a bundle, or that into ONNX or C"),
     "checkpoints list": Command("bundles", "helm_rl.shipped:list_shipped", "the bundles that ship with helm-rl"),
     "checkpoints show": Command("bundles", "helm_rl.shipped:show", "what is in a bundle, and how it came to be"),

@@ -11,7 +11,7 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import tyro
@@ -26,12 +26,12 @@ from helm_rl.runtime.journal import journal, stderr
 from helm_rl.runtime.loop import ControlLoop
 from helm_rl.runtime.mapping import Mapping, load_mapping
 from helm_rl.runtime.monitor import Monitor
+from helm_rl.runtime.signals import Signals
 from helm_rl.runtime.steering import steering_of
 
 _DEFAULT_INTERVAL_S = 1.0
 _TIMEOUT = 0.9  # of an interval: an answer after that is no use to the next decision either
 _LOOK_S = 0.5  # between looks whether the loop is still alive
-_SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
@@ -76,45 +76,6 @@ def main(args: Args) -> None:
     with Signals() as signals, journal(stderr()) as log:
         _control(args, load_bundle(args.bundle), signals, Monitor(log))
         signals.ignore()  # the process ends, and one that comes twice must not kill it meanwhile
-
-
-class Signals:
-    """Notes the signals that come while it is entered, whichever thread the system hands them to.
-
-    Threads that NumPy's libraries have made block none. A handler that did more than this would do it between any two
-    steps of the main thread.
-    """
-
-    def __init__(self) -> None:
-        self._came: set[int] = set()
-
-    def __enter__(self) -> Signals:
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._before: dict[signal.Signals, Any] = {
-            number: signal.signal(number, lambda one, _: self._came.add(one)) for number in _SIGNALS
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup)
-        self._reader.close()
-        self._writer.close()
-
-    def ignore(self) -> None:
-        """Let those that come from now on do nothing, after the exit too."""
-        self._before = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
-
-    def wait(self, seconds: float) -> set[int]:
-        """Return the numbers of those that have come since the last call, once one does; none after so many seconds."""
-        self._reader.settimeout(seconds)
-        with contextlib.suppress(TimeoutError):
-            self._reader.recv(1 << 16)  # a byte each, which only wake: when there is no room for more they are lost
-        came, self._came = self._came, set()
-        return came
 
 
 def _control(args: Args, bundle: Bundle, signals: Signals, monitor: Monitor) -> None:

@@ -15,6 +15,7 @@ from helm_rl.control import burst
 from helm_rl.control.burst import BurstSettings, BurstState, look, new_burst_state
 from helm_rl.control.protocol import Controller, Resuming, Watching
 from helm_rl.errors import UserError
+from helm_rl.metrics import WindowStats
 from helm_rl.observation import OBSERVATION_NAMES, ObservationBuilder
 from helm_rl.runtime.background import Background, Outcome
 from helm_rl.runtime.counters import Adapter, Cause, Counters, StaleTelemetry, masked
@@ -59,7 +60,8 @@ class Status:
     fallbacks: intervals in which alpha was left as it was, by their causes, and targets out of range that were clipped;
     refused: readings that were not taken, by theirs; missed: intervals in which no decision fell due, for the loop was
     late; unapplied: targets that the server did not take, or that made way for a newer one before it was asked; masked:
-    signals that it cannot give, by their names in the observation.
+    signals that it cannot give, by their names in the observation; window: what was measured since the decision before,
+    None where the last interval had nothing sound to decide upon.
     """
 
     asked: float = math.nan
@@ -74,6 +76,7 @@ class Status:
     fallbacks: Counter[Cause] = field(default_factory=Counter)
     refused: Counter[Cause] = field(default_factory=Counter)
     masked: tuple[str, ...] = ()
+    window: WindowStats | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class ControlLoop:
             raise UserError(f"slo_ms must be a number above 0, not {slo_ms!r}")
         if alpha0 is not None and not 0.0 <= alpha0 <= 1.0:
             raise UserError(f"alpha0 must be within 0 and 1, not {alpha0!r}")
-        self.interval_s = interval_s
+        self.interval_s, self.slo_ms = interval_s, slo_ms
         self.status = Status(applied=math.nan if alpha0 is None else alpha0)
         self._adapter = adapter
         self._interval_ns = round(interval_s * 1e9)
@@ -327,9 +330,9 @@ class ControlLoop:
         status.age_s = math.inf if newest is None else (now_ns - newest.at_ns) * 1e-9
         cause, asked, begun_ns = None, math.nan, time.perf_counter_ns()
         if not self._fresh:
-            cause = self._trouble or Cause.LATE
+            cause, status.window = self._trouble or Cause.LATE, None
         elif status.age_s > _MOST_AGE * self.interval_s:
-            cause = Cause.STALE
+            cause, status.window = Cause.STALE, None
         else:
             cause, asked = self._think(now_ns)
         decide_s = (time.perf_counter_ns() - begun_ns) * 1e-9
@@ -356,6 +359,7 @@ class ControlLoop:
             status.applied = counters.alpha
         alpha = status.applied
         if not math.isfinite(alpha):
+            status.window = None
             return Cause.NO_ALPHA, math.nan
         detector = controller.detector if isinstance(controller, Watching) else self._detector
         score = 0.0
@@ -363,7 +367,7 @@ class ControlLoop:
             score = float(detector.sums[burst.PEAK])
             detector.sums[burst.PEAK] = 0.0
         target = status.asked if math.isfinite(status.asked) else alpha
-        window = self._meter.window(alpha, target, score)
+        window = status.window = self._meter.window(alpha, target, score)
         missing = masked(counters)
         status.masked = tuple(name for name, one in zip(OBSERVATION_NAMES, missing, strict=True) if one)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from helm_rl.observation import OBSERVATION_NAMES
 from helm_rl.runtime.counters import Cause
-from helm_rl.runtime.loop import ControlLoop, Step
+from helm_rl.runtime.loop import ControlLoop, Status, Step
 
 _DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 
@@ -89,6 +90,8 @@ class Monitor:
             "alpha_applied": ("Share that is applied, as far as is known.", status.applied),
             "reading_age_seconds": ("Age of the newest counters at the last decision.", status.age_s),
             "interval_seconds": ("Between decisions.", loop.interval_s),
+            "slo_ms": ("Latency that requests are to stay under.", loop.slo_ms),
+            **_measured(status),
         }
         for name, (help, value) in gauges.items():
             yield GaugeMetricFamily(f"helm_rl_{name}", help, value=value)
@@ -126,3 +129,20 @@ class Monitor:
         info = GaugeMetricFamily("helm_rl_bundle_info", "The bundle in charge.", labels=list(self.bundle))
         info.add_metric(list(self.bundle.values()), 1)
         yield info
+
+
+def _measured(status: Status) -> dict[str, tuple[str, float]]:
+    """Return gauges of the window that was decided upon last: those that the server gives, none after a fallback."""
+    window = status.window
+    if window is None or window.length_ns <= 0:
+        return {}
+    found = {"requests_per_second": ("Arrivals, while it lasted.", 1e9 * window.arrivals / window.length_ns)}
+    if "p99_over_slo" not in status.masked and math.isfinite(window.p99_ms):
+        found["p99_ms"] = ("Latency of the slowest hundredth, as the observation has it.", window.p99_ms)
+    if "slo_violation_rate" not in status.masked and window.completed:
+        found["slow_ratio"] = ("Share of requests that took longer than the SLO.", window.slow / window.completed)
+    if "kv_hit_rate" not in status.masked and window.history_tokens:
+        found["kv_hit_ratio"] = ("Share of history tokens.", window.history_tokens_hit / window.history_tokens)
+    if "emb_hit_rate" not in status.masked and window.rows:
+        found["emb_hit_ratio"] = ("Share of embedding rows.", window.rows_hit / window.rows)
+    return found

@@ -116,6 +116,7 @@ def test_the_commands_of_this_release() -> None:
         "train burst",
         "train residual",
         "control",
+        "watch",
         "export",
         "eval p99",
         "eval ratio-gap",

@@ -84,7 +84,7 @@ class HttpAdapter:
 
     def read(self) -> Counters:
         """Scrape the metrics."""
-        data = self._exchange("GET", self._metrics, None, MOST_BYTES)
+        data = exchange("GET", self._metrics, None, self._timeout_s, MOST_BYTES)
         try:
             return self._counters(data.decode("utf-8"))
         except UnicodeDecodeError:
@@ -93,7 +93,7 @@ class HttpAdapter:
     def apply(self, alpha: float, revision: int) -> float:
         """POST a target; return what the server says is applied."""
         body = json.dumps({"alpha": alpha, "revision": revision}).encode("ascii")
-        data = self._exchange("POST", self._target, body, _MOST_ANSWER_BYTES)
+        data = exchange("POST", self._target, body, self._timeout_s, _MOST_ANSWER_BYTES)
         try:
             answer: Any = json.loads(data)
             applied = float(answer["alpha"])
@@ -103,31 +103,35 @@ class HttpAdapter:
             raise StaleTelemetry(f"the answer to a target has alpha {applied}", Cause.ABSURD)
         return applied
 
-    def _exchange(self, method: str, to: Endpoint, body: bytes | None, most_bytes: int) -> bytes:
-        """Ask and return the answer's body."""
-        where = f"{method} http://{to.host}:{to.port}{to.path}"
-        deadline_s = time.monotonic() + self._timeout_s
-        connection = _BoundedConnection(to.host, to.port, deadline_s, most_bytes + _MOST_BESIDE_BYTES)
-        try:
-            headers = {"Connection": "close"} | ({"Content-Type": "application/json"} if body is not None else {})
-            connection.request(method, to.path, body, headers)
-            response = connection.getresponse()
-            if response.status != http.client.OK:
-                raise StaleTelemetry(f"{where} answers {response.status} {response.reason[:60]}")
-            data = response.read(most_bytes + 1)
-            if len(data) > most_bytes:
-                raise _TooMuchError
-            if response.length:
-                raise StaleTelemetry(f"{where} broke off its answer", Cause.MALFORMED)
-            return data
-        except _TooMuchError:
-            raise StaleTelemetry(f"{where} answers more than {most_bytes} bytes", Cause.MALFORMED) from None
-        except TimeoutError:
-            raise StaleTelemetry(f"{where} has not answered in {self._timeout_s:g} s", Cause.LATE) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of headers that are none
-            raise StaleTelemetry(f"{where}: {str(error) or type(error).__name__}"[:300]) from None
-        finally:
-            connection.close()
+
+def exchange(method: str, to: Endpoint, body: bytes | None, timeout_s: float, most_bytes: int) -> bytes:
+    """Ask, and return the body of the answer, which must be whole in time and no larger than `most_bytes`.
+
+    StaleTelemetry says what is wrong with it, or that there is none.
+    """
+    where = f"{method} http://{to.host}:{to.port}{to.path}"
+    deadline_s = time.monotonic() + timeout_s
+    connection = _BoundedConnection(to.host, to.port, deadline_s, most_bytes + _MOST_BESIDE_BYTES)
+    try:
+        headers = {"Connection": "close"} | ({"Content-Type": "application/json"} if body is not None else {})
+        connection.request(method, to.path, body, headers)
+        response = connection.getresponse()
+        if response.status != http.client.OK:
+            raise StaleTelemetry(f"{where} answers {response.status} {response.reason[:60]}")
+        data = response.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise _TooMuchError
+        if response.length:
+            raise StaleTelemetry(f"{where} broke off its answer", Cause.MALFORMED)
+        return data
+    except _TooMuchError:
+        raise StaleTelemetry(f"{where} answers more than {most_bytes} bytes", Cause.MALFORMED) from None
+    except TimeoutError:
+        raise StaleTelemetry(f"{where} has not answered in {timeout_s:g} s", Cause.LATE) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of headers that are none
+        raise StaleTelemetry(f"{where}: {str(error) or type(error).__name__}"[:300]) from None
+    finally:
+        connection.close()
 
 
 class _TooMuchError(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ def reader(mapping: Mapping) -> Callable[[str], Counters]:
     unseen = {name for name, signal in scraped.items() if signal.optional}
 
     def read(text: str) -> Counters:
-        samples = _samples(text, wanted)
+        samples = samples_of(text, wanted)
         values: dict[str, Any] = dict(constants)
         for name, signal in scraped.items():
             chosen = [one for one in samples.get(metrics[name], ()) if signal.labels.items() <= one[0].items()]
@@ -50,8 +50,8 @@ def reader(mapping: Mapping) -> Callable[[str], Counters]:
     return read
 
 
-def _samples(text: str, wanted: set[str]) -> dict[str, list[Sample]]:
-    """Parse the lines of the metrics that are wanted, and no others."""
+def samples_of(text: str, wanted: Collection[str]) -> dict[str, list[Sample]]:
+    """Parse the lines of the metrics that are wanted, and no others; StaleTelemetry (MALFORMED) if they cannot be."""
     if text and not text.endswith("\n"):  # nothing else shows that an answer without a length broke off
         raise StaleTelemetry("the metrics break off within a line", Cause.MALFORMED)
     lines, characters = [], 0

@@ -26,13 +26,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from helm_rl import cli
 from helm_rl.checkpoint import load_bundle
 from helm_rl.observation import OBSERVATION_NAMES
-from helm_rl.runtime.adapters.scripted import ScriptedAdapter
-from helm_rl.runtime.command import DryRun, Signals, _Quiet
-from helm_rl.runtime.counters import Cause
+from helm_rl.runtime.adapters.scripted import Line, ScriptedAdapter
+from helm_rl.runtime.command import DryRun, _Quiet
+from helm_rl.runtime.counters import Cause, StaleTelemetry
 from helm_rl.runtime.journal import journal
 from helm_rl.runtime.loop import ControlLoop
 from helm_rl.runtime.monitor import Monitor
 from helm_rl.runtime.server import HookServer
+from helm_rl.runtime.signals import Signals
 from helm_rl.runtime.steering import steering_of
 from tests.helm_rl.runtime.feeds import FakeClock, Recorded, Serving, make_bundle_at, steady
 
@@ -334,3 +335,39 @@ def test_the_log_tells_when_something_changes_and_not_every_interval() -> None:
     counted = {sample.labels["cause"]: sample.value for sample in families["helm_rl_fallbacks"].samples}
     assert counted.keys() == set(Cause)
     assert (counted["not_finite"], sum(counted.values())) == (2, 2)
+
+
+def gauges_after(script: list[Line], slo_ms: float = 50.0) -> dict[str, float]:
+    """Return the gauges of a monitor once its loop has been through a script, by their names without helm_rl_."""
+    clock = FakeClock(len(script) - 0.999)
+    with journal(None) as log:
+        monitor = Monitor(log)
+        loop = ControlLoop(ScriptedAdapter(script), Recorded(0.6), 1.0, slo_ms=slo_ms, clock=clock, watch=monitor.watch)
+        monitor.attach(loop)
+        clock.busy = lambda: not loop._applier.idle
+        loop.run(loop._stop)
+    families = [family for family in monitor.registry.collect() if family.type == "gauge"]
+    return {family.name.removeprefix("helm_rl_"): one.value for family in families for one in family.samples}
+
+
+def test_what_was_measured_is_exported_as_the_controller_was_shown_it() -> None:
+    found = gauges_after([steady(k) for k in range(4)], slo_ms=10.0)
+    assert (found["slo_ms"], found["interval_seconds"]) == (10.0, 1.0)
+    assert found["requests_per_second"] == pytest.approx(100.0)
+    assert found["p99_ms"] == pytest.approx(20.0, rel=0.02)
+    assert found["slow_ratio"] == pytest.approx(1.0)  # all took 20 ms
+    assert found["kv_hit_ratio"] == pytest.approx(0.6)
+    assert found["emb_hit_ratio"] == pytest.approx(0.75)
+
+
+def test_what_the_server_cannot_give_is_not_exported() -> None:
+    found = gauges_after([steady(k, rows_hit=None, latency=None) for k in range(4)])
+    assert found["kv_hit_ratio"] == pytest.approx(0.6)
+    assert not {"emb_hit_ratio", "p99_ms", "slow_ratio"} & found.keys()
+
+
+@pytest.mark.parametrize("bad", [StaleTelemetry("gone"), steady(4, rows=math.inf)])
+def test_of_an_interval_without_a_sound_reading_nothing_is_exported_as_measured(bad: Line) -> None:
+    found = gauges_after([*map(steady, range(4)), bad])
+    assert found["alpha_asked"] == 0.6
+    assert not {"requests_per_second", "p99_ms", "slow_ratio", "kv_hit_ratio", "emb_hit_ratio"} & found.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
@@ -62,6 +63,12 @@ def wait_for(reached: Callable[[], object], what: str, limit_s: float = START_S)
         time.sleep(0.05)
 
 
+def _end_with_the_parent() -> None:
+    """Let this process, which ends a node in order when it is told to, be told when the tests are killed."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class Nodes:
     """Nodes of one core each, on loopback addresses of their own; a context manager. also: what they have in common."""
 
@@ -112,7 +119,13 @@ class Nodes:
         log = self.folder / f"{host}.log"
         with open(log, "w") as output:
             process = subprocess.Popen(
-                command, env=self.environment, stdout=output, stderr=output, cwd=ROOT, start_new_session=True
+                command,
+                env=self.environment,
+                stdout=output,
+                stderr=output,
+                cwd=ROOT,
+                start_new_session=True,
+                preexec_fn=_end_with_the_parent,
             )
 
         self._nodes.append(process)

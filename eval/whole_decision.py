@@ -134,8 +134,11 @@ def _timed(call: Call, times: Times) -> None:
 
 
 def growth_bytes(call: Call) -> float:
-    """Return by how much the process's memory grows over REMEMBERED calls, after a tenth as many; NaN: not known."""
-    for i in range(REMEMBERED // 10):
+    """Return by how much the process's memory grows over REMEMBERED calls; NaN: not known.
+
+    As many calls before them fill what is remembered of blocks that are over, which has its bounds.
+    """
+    for i in range(REMEMBERED):
         call(i % SHOWN)
     before = _resident_bytes()
     for i in range(REMEMBERED):

@@ -43,8 +43,8 @@ class Args:
     On alpha: a policy of the usual size with all layers (checks, normaliser, network, offset, recovery, bounds), beside
     normaliser and network alone in torch (eager), onnxruntime (session.run, io binding) and NumPy, and beside what
     helm-rl export --onnx writes, in the same run: each call is timed, 100,000 of each, in rounds of 250 in an order
-    drawn anew. Memory is looked at before and after the second 1,000,000 decisions, each after a window to learn from. onnxruntime
-    needs the extras bench and onnx.
+    drawn anew. Memory is looked at before and after the second 1,000,000 decisions, each after a window to learn from.
+    onnxruntime needs the extras bench and onnx.
 
     On requests, in the compiled loop: loads, rows and histories of all nodes looked up, the best chosen. A cluster has
     served Burst into its plateau. Then the decisions on its last 2,000 requests are taken again, in a row: a time is

@@ -67,8 +67,8 @@ def test_from_a_scenario_to_a_decision(
     whole = train.ppo_base.train(small)
 
     # Once more, with Ctrl-C in the fifth iteration: two are replayed by simulators that were never saved.
-    def impatient(args: Args) -> Any:
-        envs, section = make_envs(args)
+    def impatient(args: Args, threads: int | None = None) -> Any:
+        envs, section = make_envs(args, threads)
         step, taken = envs.step, 0
 
         def stop(actions: Any) -> Any:

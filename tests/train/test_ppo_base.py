@@ -229,8 +229,8 @@ class Overwriting(VectorWrapper[Any, Any, Any, Any, Any]):
 def test_a_vector_environment_may_overwrite_its_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train.ppo_base.train(toy("Reach", tmp_path))
 
-    def overwriting(args: Args) -> Any:
-        envs, section = make_envs(args)
+    def overwriting(args: Args, threads: int | None = None) -> Any:
+        envs, section = make_envs(args, threads)
         return Overwriting(envs), section
 
     monkeypatch.setattr(train.ppo_base, "make_envs", overwriting)

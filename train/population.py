@@ -32,8 +32,9 @@ from eval.executor import Executor, ExecutorName, working
 from eval.processes import Task, Workers
 from eval.results import OPTIONS, RESULTS, Kind, Results, Row, read_options
 from helm_rl import __version__
-from helm_rl.checkpoint import STATE_FILE, TrainingSection, load_training_state
+from helm_rl.checkpoint import STATE_FILE, TrainingSection, check_bundle_output, load_training_state
 from helm_rl.errors import UserError
+from helm_rl.export import export
 from helm_rl.metrics import mean_regret
 from train import ppo_base
 
@@ -55,6 +56,8 @@ class Args(ppo_base.Args):
 
     seeds: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SEED|FIRST..LAST")] = ()
     """Seeds of a population, such as 1..8, or 1 2 5..7: a run for each."""
+    bundle: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Also make a bundle of the run's policy here when it is trained, as `helm-rl export` does; not with --seeds."""
     jobs: int = 2
     """Runs of a population at a time; with --address as many as the cluster has cores."""
     executor: ExecutorName = "local"
@@ -65,7 +68,7 @@ class Args(ppo_base.Args):
     machine alone, for as long as the command takes."""
 
 
-OWN = ("seeds", "jobs", "executor", "address")
+OWN = ("seeds", "bundle", "jobs", "executor", "address")
 """Arguments of a population, and not of its runs."""
 
 
@@ -136,8 +139,10 @@ def main(args: Args) -> None:
     if not args.seeds and not again:
         if args.executor != "local" or args.address is not None:
             raise UserError("--executor and --address go with several runs, --seeds or a --resume of these")
-        ppo_base.main(_of_a_run(args))
+        _train_one(args)
         return
+    if args.bundle is not None:
+        raise UserError("--bundle is made of one run; of a population export the run that you choose: helm-rl export")
     folder = train(args)
     with Results(folder, POPULATION, read_options(folder / OPTIONS, POPULATION)) as store:
         ended = sorted((row for row in store.rows.values() if row["key"] == "run"), key=lambda row: row["seed"])
@@ -151,6 +156,19 @@ def main(args: Args) -> None:
         print(f"next: helm-rl eval learning {folder}/{prefix}__*")
         best = min(ended, key=lambda row: row["regret"])["folder"]
         print(f"next: helm-rl export {folder / best} --output {best}-bundle  (the least regret of these)")
+
+
+def _train_one(args: Args) -> None:
+    if args.bundle is None:
+        ppo_base.main(_of_a_run(args))
+        return
+    if args.env_id != ppo_base.NODE_ENV:
+        raise UserError(f"--bundle: only a controller of alpha makes one, and --env-id {args.env_id} trains another")
+    check_bundle_output(args.bundle)  # now, and not after the training
+    run = ppo_base.train(_of_a_run(args))
+    export(run, args.bundle)
+    print(f"run: {run}")
+    print(f"bundle: {args.bundle}")
 
 
 def train(args: Args) -> Path:

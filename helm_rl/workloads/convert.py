@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from helm_rl.errors import UserError, printable
 from helm_rl.files import atomic_file, check_outputs, ended_by_signals
+from helm_rl.workloads.commands import FitArgs, fit
 from helm_rl.workloads.readers import ReadOptions, convert_log, parse_mapping
 from helm_rl.workloads.readers.joined import join
 from helm_rl.workloads.readers.mapping import Requests
@@ -85,6 +86,8 @@ class ConvertArgs:
     """Tokens of a content block (default: 512 in a Mooncake log, 16 in a Qwen-Bailian log)."""
     strict: bool = False
     """Take any row that would be left out as an error."""
+    fit: Annotated[Path | None, tyro.conf.arg(metavar="SCENARIO.toml", help_behavior_hint="")] = None
+    """Also write a scenario fitted to the trace here, as `helm-rl trace fit` does."""
     overwrite: bool = False
     """Replace an output that exists."""
 
@@ -103,7 +106,7 @@ def _convert(args: ConvertArgs) -> None:
         raise UserError("--with-map says what the columns of the log of --with mean, and there is no --with")
     if not args.input:
         raise UserError("name the log to convert: helm-rl trace convert LOG --output FILE.parquet")
-    check_outputs(args.overwrite, (*args.input, *with_log), output=args.output)
+    check_outputs(args.overwrite, (*args.input, *with_log), output=args.output, fit=args.fit)
     if with_log and args.candidates:
         raise UserError("candidates cannot be drawn while two logs are joined; draw them from one log")
     with _reading((*args.input, *with_log)) as told:
@@ -145,6 +148,8 @@ def _convert(args: ConvertArgs) -> None:
         print(f"  {printable(step)}")
     for reason, count in meta.dropped.items():
         print(f"  left out, {printable(reason)}: {count}")
+    if args.fit is not None:
+        fit(FitArgs(args.output, args.fit, overwrite=args.overwrite))
 
 
 def write_trace(

@@ -23,6 +23,7 @@ from helm_rl.observation import OBSERVATION_NAMES, schema_hash
 from helm_rl.scenario import load_scenario, scenario_hash
 from helm_rl.workloads.generate import generate
 from tests.train.test_ppo_base import assert_same_state, logged
+from train import population
 from train.ppo_base import Args, make_envs
 from train.state import load_net
 
@@ -182,6 +183,17 @@ def test_several_scenarios_the_papers_signals_and_an_end_without_gain(small: Arg
     assert (first["net.critic.0.weight"] != tensors["net.critic.0.weight"]).any()
     more = load_training_state(train.ppo_base.train(dataclasses.replace(again, total_timesteps=192)))[1]
     assert (more["net.actor.0.weight"] != tensors["best.actor.0.weight"]).any()
+
+
+def test_a_run_is_made_a_bundle_at_once(small: Args, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that export makes of it."""
+    asked = {**vars(small), "runs": tmp_path, "total_timesteps": 64, "validate_every": 0}
+    population.main(population.Args(**asked, bundle=tmp_path / "bundle"))
+    (run,) = tmp_path.glob("HelmNode-v0__*")
+    assert capsys.readouterr().out == f"run: {run}\nbundle: {tmp_path / 'bundle'}\n"
+    export(run, tmp_path / "exported")
+    for name in ("config.json", "policy.safetensors", "README.md"):
+        assert (tmp_path / "bundle" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
 
 
 def test_on_a_trace(small: Args, tmp_path: Path) -> None:

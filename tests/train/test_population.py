@@ -80,6 +80,9 @@ def test_seeds_that_are_none_are_refused(text: str, said: str) -> None:
         (["--seeds", "1..2", "--scenario", "nowhere"], "nowhere"),
         (["--seeds", "1..2", "--start", "nowhere"], "nowhere: there is no such file"),
         (["--seeds", "1..2", "--address", "host:1"], "--address is that of a Ray cluster"),
+        (["--seeds", "1..2", "--bundle", "b"], "--bundle is made of one run"),
+        (["--env-id", "tests.train.toys:Reach-v0", "--bundle", "b"], "only a controller of alpha makes one"),
+        (["--scenario", "steady", "--bundle", "tests"], "tests exists already"),
         (["--executor", "ray"], "--executor and --address go with several runs"),
     ],
 )

@@ -57,6 +57,20 @@ def test_a_mapping_on_the_command_line(folder: Path) -> None:
     assert trace.feature_tables[CANDIDATES].shape == (2, 2)
 
 
+def test_a_scenario_is_fitted_to_the_trace_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that `trace fit` writes."""
+    rows = [f"{100 * k},{k % 60},{k % 7}" for k in range(400)]
+    (folder / "mine.csv").write_text("\n".join(["ts,uid,vid", *rows]) + "\n")
+    said = ("mine.csv", "--map", "time=ts:ms,user=uid,item=vid", "--output", "t.parquet")
+    assert run(*said, "--fit", "t.parquet") == 2
+    assert "--output and --fit name the same file" in capsys.readouterr().err
+    assert not (folder / "t.parquet").exists()
+    assert run(*said, "--fit", "mine.toml") == 0
+    assert "mine.toml: scenario mine" in capsys.readouterr().out
+    assert cli.main(["trace", "fit", "t.parquet", "--output", "again.toml", "--name", "mine"]) == 0
+    assert (folder / "again.toml").read_bytes() == (folder / "mine.toml").read_bytes()
+
+
 def test_arrivals_of_one_log_and_requests_of_another(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "azure.csv").write_text(AZURE)
     log(folder, *(row(i % 2, 10 + i // 2, T0 + i * 7) for i in range(6)))

@@ -134,6 +134,8 @@ def test_the_check_passes_over_what_only_sounds_like_it(source: str) -> None:
 def test_only_the_files_that_are_meant_to_connect_listen_or_start_processes() -> None:
     assert importing(CLIENTS) == MAY_CONNECT
     assert importing(SERVERS) == MAY_LISTEN
+    asking = {"helm_rl/runtime/command.py", "helm_rl/watch/metrics.py"}  # helm-rl control, helm-rl watch
+    assert importing(("helm_rl.runtime.adapters.http",)) == asking
     assert importing(("subprocess",)) == MAY_START
     assert importing(("ray",)) == MAY_USE_RAY
     binding = {

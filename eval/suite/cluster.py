@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from eval.comparison import DEPLOYABLE
 from eval.routing import NAIVE, NAIVE_ROUTER, ROUTERS
 from eval.suite import tasks
 from eval.suite.cells import Cell
-from eval.suite.entries import Entry
+from eval.suite.entries import Entry, without_layers
 from eval.suite.plan import cluster_cpu_s
 from eval.suite.records import ServedRecord
 from eval.suite.tasks import Result, Source, Stage
@@ -75,7 +74,7 @@ class Cluster:
         entries = self._suite.plan.entries
         policy = next((entry for entry in entries if entry.kind == "policy"), None)
         if policy is not None:  # no burst detector looks at a node of a cluster
-            found[policy.key] = "helm", replace(policy, layers=(), identity=f"{policy.identity} alone")
+            found[policy.key] = "helm", without_layers(policy)
         rule = self.best_rule()
         found[rule.key] = "helm", rule
         found[DEPLOYABLE] = "helm", self._prepared.deployable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
@@ -137,6 +137,11 @@ def _policies(bundle: Bundle, name: str) -> list[Entry]:
             )
         )
     return found
+
+
+def without_layers(entry: Entry) -> Entry:
+    """Return a policy's base alone, under its key."""
+    return replace(entry, layers=(), identity=_bundle_identity(_bundle(entry.source), ()))
 
 
 def _source(bundle: Bundle) -> str:

@@ -35,13 +35,15 @@ class Terminal:
         self.resize(columns, rows)
         self.settings = termios.tcgetattr(terminal)
         self.said = b""
+        # A size in the environment, which other tests set, goes before the terminal's own.
+        own = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [*COMMAND, *arguments],
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
             start_new_session=True,
-            env={**os.environ, "TERM": "xterm", **environment},
+            env=own | {"TERM": "xterm", **environment},
         )
         os.close(terminal)
 

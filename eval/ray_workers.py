@@ -67,7 +67,9 @@ def ray_workers(jobs: int, address: str | None) -> Iterator[Workers]:
         import ray
 
         with (
-            tempfile.TemporaryDirectory(prefix="helm-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+            tempfile.TemporaryDirectory(
+                prefix=f"helm-ray-{os.getpid()}-", dir="/tmp", ignore_cleanup_errors=True
+            ) as folder,
             progress_bars() as progress,
             open(os.devnull, "w") as nothing,
             contextlib.redirect_stdout(nothing),  # Ray says there what became of nodes, in pages

@@ -146,12 +146,13 @@ def test_ray_of_ones_own_is_alone_and_leaves_nothing(tmp_path: Path) -> None:
     assert one["argv"] == [str(tmp_path / "driver.py")]
     assert one["threads"] == ["1", "1"]
     assert not (tmp_path / ".ray").exists()
-    assert [path for path in set(Path("/tmp").iterdir()) - before if "ray" in path.name] == []
+    own = ("ray", f"helm-ray-{process.pid}-")
+    assert [path for path in set(Path("/tmp").iterdir()) - before if path.name.startswith(own)] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_workers_end_with_the_first_process(tmp_path: Path, number: signal.Signals) -> None:
-    log, before = tmp_path / "log", set(Path("/tmp").glob("helm-ray-*"))
+    log = tmp_path / "log"
     with driven(tmp_path, f"[(ray_tasks.trace, (i, 600.0, {str(log)!r})) for i in range(3)]") as process:
         wait_for(lambda: log.exists() and log.read_text().count("begins") == 2, "two tasks begin")
         process.send_signal(number)
@@ -166,7 +167,7 @@ def test_workers_end_with_the_first_process(tmp_path: Path, number: signal.Signa
     assert log.read_text().count("begins") == 2
     assert "ends" not in log.read_text()
     assert (process.returncode, "KeyboardInterrupt" in said) == (-number, number is signal.SIGINT)
-    left = set(Path("/tmp").glob("helm-ray-*")) - before
+    left = list(Path("/tmp").glob(f"helm-ray-{process.pid}-*"))
     assert len(left) == (number is signal.SIGKILL)  # nobody was there to remove it
     for folder in left:
         shutil.rmtree(folder)

@@ -99,13 +99,10 @@ class Cluster:
         before: float | None = None
         for step in self._size.cluster_steps:
             every = max(1, round(step / self._size.step))
-            alphas = self._suite.grid(self.cell.scenario)
-            coarse = sorted(
-                {*alphas[::every], self._prepared.deployable}
-            )  # what was deployed is no better than the best
+            alphas = self._alphas(every)
             statics = []
             for number in numbers:
-                near = coarse
+                near = alphas
                 if before is not None:
                     best, _ = self.hindsight(number)
                     near = [alpha for alpha in near if abs(alpha - best) < before - 1e-9]
@@ -115,11 +112,15 @@ class Cluster:
 
     def _statics(self, number: int) -> dict[float, ServedRecord]:
         found = {}
-        for alpha in sorted({*self._suite.grid(self.cell.scenario), self._prepared.deployable}):
+        for alpha in self._alphas():
             record = self._suite.get(self._static(number, alpha))
             if record is not None:
                 found[alpha] = record
         return found
+
+    def _alphas(self, every: int = 1) -> list[float]:
+        """Return every so manieth alpha of the grid, and what was deployed, which is no better than the best."""
+        return sorted({*self._suite.grid(self.cell.scenario)[::every], self._prepared.deployable})
 
     def _static(self, number: int, alpha: float) -> Result[ServedRecord]:
         return self.served_of(number, "helm", f"static_{alpha:g}", alpha)

@@ -86,10 +86,11 @@ def entries(
             contestant(bundle, scenario, layers_of(bundle))
         name = "" if path == policy else bundle.path.resolve().name
         for entry in _policies(bundle, name):
-            same = next((one for one in found if one.identity == entry.identity), None)
-            if same is None and any(one.key == entry.key for one in found):
+            if any(one.identity == entry.identity for one in found):
+                continue
+            if any(one.key == entry.key for one in found):
                 raise UserError(f"--beside {path}: a bundle of that name is measured already; rename its folder")
-            found += [entry] if same is None else []
+            found.append(entry)
     for scenario in scenarios:
         own_contestants(own, scenario, TAKEN | {one.key for one in found})
     found += [

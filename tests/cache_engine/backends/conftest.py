@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from cache_engine.backends import cuda, transfer
-from cache_engine.backends.device import CudaUnavailableError, CupyDevice, kernel_source
+from cache_engine.backends.device import CupyDevice, kernel_source
 from tests.cache_engine.backends.host_device import ADDRESS, THREAD, HostDevice, compile_host_device, kernel_names
 from tests.cache_engine.backends.local_device import World, compile_library
+from tests.cache_engine.backends.real_device import real_device
 
 KERNELS = Path(cuda.__file__).with_name("kernels.cu")
 
@@ -96,10 +97,7 @@ def parallel_device(host_program: Callable[[str], Path], all_kernels: Path) -> I
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[CupyDevice]:
     """A real device; each array an allocation of its own, so that compute-sanitizer sees what oversteps it."""
-    try:
-        device = CupyDevice()
-    except CudaUnavailableError as e:
-        pytest.skip(str(e))
+    device = real_device()
     import cupy
 
     cupy.cuda.set_allocator(None)

@@ -6,12 +6,15 @@ What a GPU does, and whether CuPy is called as it wants to be, this cannot tell.
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from cache_engine.backends import transfer
 from tests.cache_engine.backends.host_device import kernel_names
 from tests.cache_engine.backends.local_device import LocalArray, World
 
@@ -175,3 +178,14 @@ class FakeCupy(SimpleNamespace):
 def _room(world: World, shape: Any, dtype: Any) -> np.ndarray:
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     return world.memory(size).view(dtype).reshape(shape)
+
+
+def install_fake_cupy(patch: pytest.MonkeyPatch, library: Path, source: Path) -> FakeCupy:
+    """Let the backend find the stand-in where it looks for CuPy, until `patch` is undone; return it."""
+    fake = FakeCupy(library, source)
+    patch.setitem(sys.modules, "cupy", fake)
+    # Loaded lazily from a real CuPy, as soon as hypothesis looks at what modules there are.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cupyx"]:
+        patch.delitem(sys.modules, name)
+    patch.setattr(transfer, "TRIAL_BYTES", 4096)
+    return fake

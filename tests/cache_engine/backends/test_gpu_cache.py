@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from cache_engine import EmbeddingCache, HbmPool
-from cache_engine.backends.device import CudaUnavailableError, CupyDevice
+from cache_engine.backends.device import CupyDevice
 from tests.cache_engine.backends.public_twins import PublicTwins, random_operations
+from tests.cache_engine.backends.real_device import real_device
 
 pytestmark = pytest.mark.gpu
 
@@ -26,11 +27,7 @@ STEPS = 300  # of the longer tests
 @pytest.fixture
 def device() -> Iterator[CupyDevice]:
     """The GPU as users get it, with CuPy's memory pool."""
-    try:
-        made = CupyDevice()
-    except CudaUnavailableError as e:
-        pytest.skip(str(e))
-    yield made
+    yield real_device()
     gc.collect()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_engine.backends import transfer
 from cache_engine.backends.device import CupyDevice
 from tests.cache_engine.backends import gpu_table, test_gpu_cache
-from tests.cache_engine.backends.fake_cupy import FakeCupy
+from tests.cache_engine.backends.fake_cupy import FakeCupy, install_fake_cupy
 
 
 @pytest.fixture
 def cupy(library: Path, all_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
-    fake = FakeCupy(library, all_kernels)
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    # Loaded lazily from a real CuPy, as soon as hypothesis looks at what modules there are.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "cupyx"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(transfer, "TRIAL_BYTES", 4096)
+    fake = install_fake_cupy(monkeypatch, library, all_kernels)
     monkeypatch.setattr(test_gpu_cache, "STEPS", 30)
     yield fake
     fake.world.check()

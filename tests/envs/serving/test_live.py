@@ -71,9 +71,8 @@ def until(truth: Callable[[], bool], limit_s: float = 60.0) -> None:
         time.sleep(0.002)
 
 
-def test_every_score_is_that_of_the_whole_request_from_the_tables(make: Make) -> None:
-    """Through resizes back and forth that leave too little room for everybody; no request is lost."""
-    node = make(small(hardware__max_batch=4), returning(300, 10, grow=8))
+def serve_through_resizes(node: LiveNode) -> None:
+    """Serve 300 requests with 8 candidates each while pages go to and fro; every score is right, none is lost."""
     node.reset(0.5, 0)
     for alpha in (0.9, 0.1, 0.9, 0.2, 0.8, 0.5):
         node.set_target(alpha)
@@ -84,6 +83,12 @@ def test_every_score_is_that_of_the_whole_request_from_the_tables(make: Make) ->
     assert totals.scores_verified == 300 * 8
     assert totals.wrong_scores == totals.wrong_bytes == totals.shed == 0
     assert totals.pages_moved > 200
+
+
+def test_every_score_is_that_of_the_whole_request_from_the_tables(make: Make) -> None:
+    """Through resizes back and forth that leave too little room for everybody; no request is lost."""
+    node = make(small(hardware__max_batch=4), returning(300, 10, grow=8))
+    serve_through_resizes(node)
     assert 0 < node.times.prefix.sum() < (node.trace.history_tokens - 8).sum()
     assert np.isfinite(node.latency_ms).all()
 

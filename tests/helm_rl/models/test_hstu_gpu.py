@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from cache_engine import HbmPool, KvCache
-from cache_engine.backends.device import CudaUnavailableError, CupyDevice
+from cache_engine.backends.device import CupyDevice
 from helm_rl.models.hstu import Hstu, HstuShape, Request, page_blocks
+from tests.cache_engine.backends.real_device import real_device
 from tests.helm_rl.models.test_hstu import SHAPE, Served, random
 
 pytestmark = pytest.mark.gpu
@@ -26,10 +27,7 @@ PLACE = "cuda"
 @pytest.fixture
 def device() -> Iterator[CupyDevice]:
     """The GPU."""
-    try:
-        made = CupyDevice()
-    except CudaUnavailableError as e:
-        pytest.skip(str(e))
+    made = real_device()
     if not torch.cuda.is_available():
         pytest.fail("there is a GPU, and torch was built without CUDA")
     with torch.inference_mode():

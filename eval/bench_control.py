@@ -22,10 +22,12 @@ from eval.command import console, figure_table, fitting_bundle
 from eval.control.faults import BAD_BUNDLE, END, FAULTS, GOOD_BUNDLE, KILL, beats
 from eval.control.process import ControlProcess
 from eval.control.proxy import FaultProxy
+from eval.growth import GROWTH_LIMIT_MIB, memory_growth
 from helm_rl.checkpoint import POLICY_FILE, BoundsSection
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
+from helm_rl.memory import resident_bytes
 from helm_rl.metrics import SHED_FACTOR
 from helm_rl.runtime.counters import Cause
 from helm_rl.runtime.server import HookServer
@@ -46,12 +48,18 @@ _SILENCE_S = 60.0  # without an answer asked for, something is wrong
 class Args:
     """Serve a load on the live engine while `helm-rl control` drives its alpha over HTTP through a proxy of faults.
 
+    Every embedding row served is compared with its table, and every score of an hstu with that of the whole request
+    computed again from the tables without any cache; of a decoder, for which a matrix product stands in, KV pages are.
     Cycle after cycle the proxy injects every kind of fault (eval/control/faults.py), the bundle is replaced by a bad
     one and by a good one, and the process is killed and started again. Exits with status 1 if alpha left its bounds,
     serving stopped, a fault was not counted by its cause, an interval was missed, a bad bundle was not refused, a good
-    one not taken, or the process did not end with status 0 when it was asked to.
+    one not taken, the process did not end with status 0 when it was asked to, a request was lost, what was served was
+    wrong, no page changed owner, or memory was not flat.
 
-    Figures written by --json: control.seconds, control.cycles, control.requests (served), control.shed,
+    Figures written by --json: control.seconds, control.cycles, control.requests (served), control.shed, control.lost
+    (arrived, and two minutes after the end neither served nor shed), control.rows_verified, control.pages_verified,
+    control.wrong_bytes, control.scores_verified, control.wrong_scores, control.pages_moved, control.rss_growth_mib (of
+    this process, from its second cycle on: median of the last tenth of the samples less that of the first),
     control.longest_gap_s (between completions), control.alpha_asked_min, control.alpha_asked_max,
     control.alpha_applied_min, control.alpha_applied_max, control.intervals, control.decisions,
     control.intervals_missed, control.decision_mean_us (observation included), control.injected.<fault>,
@@ -132,6 +140,14 @@ def verdict(figures: dict[str, Figure], bounds: BoundsSection) -> str | None:
             f"{value['log_lines_wrong']:,.0f} lines of its log were no JSON, and it ended with status "
             f"{value['exit_status']:,.0f}"
         )
+    if value["lost"]:
+        return f"{value['lost']:,.0f} requests were neither served nor shed"
+    if value["wrong_bytes"] or value["wrong_scores"]:
+        return f"{value['wrong_bytes']:,.0f} bytes and {value['wrong_scores']:,.0f} scores served were wrong"
+    if not (value["rows_verified"] and value["pages_verified"] + value["scores_verified"] and value["pages_moved"]):
+        return "no row, no page or score was served, or no page changed owner, so nothing was checked"
+    if not value["rss_growth_mib"] <= GROWTH_LIMIT_MIB:  # NaN is not
+        return f"memory is not flat: it grew by {value['rss_growth_mib']:,.1f} MiB, {GROWTH_LIMIT_MIB:g} are allowed"
     return None
 
 
@@ -147,6 +163,7 @@ def measure(args: Args, scenario: Scenario, bounds: BoundsSection, progress: Pro
         generate(scenario, seed=scenario.seed),
         compute_scale=args.compute_scale,
         table_rows=args.table_rows,
+        verify=True,
     )
     try:
         begin_ns = node.trace.meta.measure_from_ns
@@ -177,6 +194,7 @@ class _Run:
         self._exit_status = math.nan
         self._seconds = 0.0
         self._event = ""  # the last
+        self._memory: list[tuple[float, float]] = []  # when, and MiB, from the second cycle on
 
     def go(self, progress: Progress, task: TaskID) -> None:
         """Let cycles of faults pass until the time is over."""
@@ -190,6 +208,8 @@ class _Run:
                 while self._seconds < self._args.seconds or self._event != END:
                     process = self._heed(self._next_event(process), process)
                     self._seconds = time.monotonic() - begun_s
+                    if self._cycles:
+                        self._memory.append((self._seconds, resident_bytes() / 2**20))
                     progress.update(task, completed=min(self._seconds, self._args.seconds))
                 self._count(process)
                 self._exit_status = process.end()
@@ -273,6 +293,7 @@ class _Run:
             "log_lines": Figure(self._lines, "", "lower"),
             "log_lines_wrong": Figure(self._wrong_lines, "", "lower", 0),
             "exit_status": Figure(self._exit_status, "", "lower", 0),
+            "rss_growth_mib": Figure(memory_growth(*np.array(self._memory).T)[0], "MiB", "lower", GROWTH_LIMIT_MIB),
         }
         return {f"control.{name}": figure for name, figure in figures.items()}
 
@@ -291,8 +312,12 @@ def uncounted(due: Mapping[Cause, float], refused: Mapping[Cause, float]) -> flo
 
 
 def _served(node: LiveNode, begin_ns: int) -> dict[str, Figure]:
-    """Return how many requests were served since `begin_ns`, and the longest time in which none was."""
+    """Return how many requests were served since `begin_ns`, how well, and the longest time in which none was."""
+    from eval.live.lost import PATIENCE_S, lost
+
     end_ns = node.clock_ns()
+    out = lost(node, begin_ns, end_ns, PATIENCE_S)
+    totals = node.totals
     arrival_ns, took_ms = node.trace.arrival_ns, node.latency_ms.astype(np.float64)
     done = (arrival_ns >= begin_ns) & ~np.isnan(took_ms)
     shed = done & (took_ms >= SHED_FACTOR * node.scenario.slo_ms)
@@ -301,6 +326,13 @@ def _served(node: LiveNode, begin_ns: int) -> dict[str, Figure]:
     return {
         "control.requests": Figure(done_ns.size, "", "higher"),
         "control.shed": Figure(int(shed.sum()), "", "lower"),
+        "control.lost": Figure(out, "", "lower", 0),
+        "control.rows_verified": Figure(totals.rows_verified, "", "higher"),
+        "control.pages_verified": Figure(totals.pages_verified, "", "higher"),
+        "control.wrong_bytes": Figure(totals.wrong_bytes, "", "lower", 0),
+        "control.scores_verified": Figure(totals.scores_verified, "", "higher"),
+        "control.wrong_scores": Figure(totals.wrong_scores, "", "lower", 0),
+        "control.pages_moved": Figure(totals.pages_moved, "", "higher"),
         "control.longest_gap_s": Figure(float(gaps_ns.max()) * 1e-9, "s", "lower", GAP_LIMIT_S),
     }
 

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from eval.command import console, figure_table
+from eval.growth import GROWTH_LIMIT_MIB, memory_growth
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
+from helm_rl.memory import resident_bytes
 from helm_rl.metrics import p99_ms
 from helm_rl.scenario import load_scenario
 from helm_rl.workloads.trace import Trace
 
 if TYPE_CHECKING:
     from envs.live_env import HelmLiveEnv
-
-# Memory is flat if the process has grown by no more than this from the end of the warm-up to the end of the run.
-GROWTH_LIMIT_MIB = 16.0
-_EDGE_SHARE = 0.1  # of the samples of memory at either end, whose medians are compared
-_DRAIN_S = 120.0  # in which what has arrived by the end must have been served
 
 
 @dataclass
@@ -103,7 +98,7 @@ def verdict(figures: dict[str, Figure]) -> str | None:
         return "no row or no request was served, so nothing was checked"
     if not figures["live.resizes"].value:
         return "no page changed owner in any interval, so nothing was checked under a resize"
-    if grown > GROWTH_LIMIT_MIB:
+    if not grown <= GROWTH_LIMIT_MIB:  # NaN is not
         return f"memory is not flat: it grew by {grown:,.1f} MiB, and {GROWTH_LIMIT_MIB:g} are allowed"
     return None
 
@@ -142,6 +137,8 @@ def measure(args: Args, progress: Progress) -> dict[str, Figure]:
 
 
 def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progress) -> dict[str, Figure]:
+    from eval.live.lost import PATIENCE_S, lost
+
     control = env.scenario.control
     target = 0.5 * (control.alpha_min + control.alpha_max)
     stride = control.rate_per_s * control.interval_s
@@ -164,7 +161,7 @@ def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progr
             moved += info["window"].moved_pages
             resizes += info["window"].moved_pages > 0
             time_s.append((env.node.now_ns - first_ns) * 1e-9)
-            rss_mib.append(_rss_mib())
+            rss_mib.append(resident_bytes() / 2**20)
         # A machine that is late takes several intervals in one step.
         if over:
             break
@@ -173,18 +170,15 @@ def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progr
     end = env.totals
     node = env.node
     last_ns = node.now_ns
-    measured = (node.trace.arrival_ns >= first_ns) & (node.trace.arrival_ns < last_ns)
-    while np.isnan(node.latency_ms[measured]).any() and node.now_ns < last_ns + _DRAIN_S * 1e9:
-        node.run(node.now_ns + 100_000_000)
-    served_ms = node.latency_ms[measured]
-    lost = np.isnan(served_ms)
-    served_ms[lost] = np.inf
+    out = lost(node, first_ns, last_ns, PATIENCE_S)
+    served_ms = node.latency_ms[(node.trace.arrival_ns >= first_ns) & (node.trace.arrival_ns < last_ns)]
+    served_ms[np.isnan(served_ms)] = np.inf
     growth, slope = memory_growth(np.array(time_s), np.array(rss_mib))
     return {
         "live.seconds": Figure(time_s[-1], "s", "higher"),
         "live.requests": Figure(end.requests - start.requests, "", "higher"),
         "live.shed": Figure(end.shed - start.shed, "", "lower"),
-        "live.lost": Figure(int(lost.sum()), "", "lower", 0.0),
+        "live.lost": Figure(out, "", "lower", 0.0),
         "live.rows_verified": Figure(end.rows_verified - start.rows_verified, "", "higher"),
         "live.pages_verified": Figure(end.pages_verified - start.pages_verified, "", "higher"),
         "live.wrong_bytes": Figure(end.wrong_bytes, "", "lower", 0.0),
@@ -197,16 +191,3 @@ def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progr
         "live.p99_ms": Figure(p99_ms(served_ms), "ms", "lower"),
         "live.engine_share": Figure((end.engine_s - start.engine_s) / (end.busy_s - start.busy_s), "", "lower"),
     }
-
-
-def memory_growth(time_s: npt.NDArray[np.float64], rss_mib: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the growth from the median of the first tenth of the samples to that of the last, and the slope per s."""
-    edge = max(1, int(_EDGE_SHARE * rss_mib.size))
-    growth = float(np.median(rss_mib[-edge:]) - np.median(rss_mib[:edge]))
-    slope = float(np.polyfit(time_s, rss_mib, 1)[0]) if rss_mib.size > 1 else 0.0
-    return growth, slope
-
-
-def _rss_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

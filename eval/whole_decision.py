@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from eval.decision_peers import HELM, PEERS, SHOWN, Call, Contest
 from helm_rl.figures import Figure
+from helm_rl.memory import resident_bytes
 
 CALLS = 100_000
 """Of each contender."""
@@ -140,18 +141,10 @@ def growth_bytes(call: Call) -> float:
     """
     for i in range(REMEMBERED):
         call(i % SHOWN)
-    before = _resident_bytes()
+    before = resident_bytes()
     for i in range(REMEMBERED):
         call(i % SHOWN)
-    return _resident_bytes() - before
-
-
-def _resident_bytes() -> float:
-    try:
-        with open("/proc/self/statm") as statm:
-            return float(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return math.nan
+    return resident_bytes() - before
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""The machine's memory."""
+"""The machine's memory, and this process's."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -14,6 +15,14 @@ def free_bytes() -> int:
 def total_bytes() -> int:
     """Return the bytes of memory that the machine has."""
     return _meminfo("MemTotal:") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_bytes() -> float:
+    """Return the bytes of memory that this process occupies now; NaN where the system does not tell."""
+    try:
+        return float(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return math.nan
 
 
 def _meminfo(name: str) -> int | None:

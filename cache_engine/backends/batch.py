@@ -35,7 +35,7 @@ def as_numpy(values: Any, what: str) -> Any:
 
 def as_ids(array: Any, what: str) -> npt.NDArray[np.int64]:
     """Return integers of any layout as the int64 array that kernels are compiled for."""
-    if type(array) is np.ndarray and array.ndim == 1 and array.dtype == np.int64 and array.flags.carray:
+    if _is_plain(array, np.int64):
         return array  # as it nearly always is: what follows takes several microseconds
     ids = np.asarray(as_numpy(array, f"{what} are"))
     if ids.ndim != 1:
@@ -48,6 +48,11 @@ def as_ids(array: Any, what: str) -> npt.NDArray[np.int64]:
     return np.require(ids, np.int64, ("C", "ALIGNED", "WRITEABLE"))
 
 
+def _is_plain(array: Any, dtype: type) -> bool:
+    """Tell whether it is a one-dimensional array of that type, of the layout that kernels are compiled for."""
+    return type(array) is np.ndarray and array.ndim == 1 and array.dtype == dtype and array.flags.carray
+
+
 def host_batch(ids: Any, tables: Any, table_count: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
     """Return (tables, keys) of a batch; `tables` is one number for all, or one for each id."""
     keys = as_ids(ids, "ids")
@@ -55,12 +60,13 @@ def host_batch(ids: Any, tables: Any, table_count: int) -> tuple[npt.NDArray[np.
         if not 0 <= tables < table_count:
             raise ValueError(f"tables must be in [0, {table_count}), got {tables}")
         return (_same if keys.size <= _MOST_KEPT else _same.__wrapped__)(int(tables), keys.size), keys
-    numbers = as_ids(tables, "tables")
+    # As kernels take them, unless they are something else: conversions there and back take as long as a look-up.
+    numbers = tables if _is_plain(tables, np.int16) else as_ids(tables, "tables")
     if numbers.size != keys.size:
         raise ValueError(f"tables must have one entry per id: {numbers.size} for {keys.size} ids")
     if numbers.size and not (numbers.min() >= 0 and numbers.max() < table_count):
         raise ValueError(f"tables must be in [0, {table_count}), got {numbers.min()}..{numbers.max()}")
-    return numbers.astype(np.int16), keys
+    return numbers.astype(np.int16, copy=False), keys
 
 
 @functools.lru_cache(64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from helm_rl.workloads.trace import BASE, Trace, TraceMeta, TracePhase
 LENGTHS = 6
 CROWD = 4
 """Users who come at once, in every other round."""
+REST_S = 0.02
 _VISITS = ((2, 2), (1, 2), (1, 16))  # a user's requests: history and new tokens, as parts of the length
 
 FloatArray = npt.NDArray[np.float64]
@@ -107,12 +109,17 @@ def silence(node: LiveNode) -> None:
 
 
 def climb(node: LiveNode) -> list[Batch]:
-    """Let a node, made for a ladder, compute all of it, one batch after the other."""
+    """Let a node, made for a ladder, compute all of it, one batch after the other.
+
+    Between two batches the processor rests, as it does in service: what finds its caches as the last batch left them
+    is faster.
+    """
     trace, model = node.trace, resolve_model(node.scenario.model)
     silence(node)
     took: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     with node.compute.session():
         for numbers in batches_of(trace):
+            time.sleep(REST_S)
             node.serve_at_once(numbers.tolist())
             found = node.times.prefix[numbers]
             if (found == found[0]).all():  # the pool had room for all of them

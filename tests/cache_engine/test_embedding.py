@@ -520,6 +520,29 @@ def test_ids_of_any_layout_are_the_same_ids(keys: Any) -> None:
     assert max(now) <= 1 or now == compiled, "no layout of its own is compiled for"
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        np.array([1, 0, 1], np.int16),
+        np.array([1, 0, 1], ">i2"),
+        np.array([1, 9, 0, 9, 1], np.int16)[::2],
+        np.frombuffer(np.array([1, 0, 1], np.int16).tobytes(), np.int16),
+        [1, 0, 1],
+    ],
+    ids=["int16", "big-endian", "strided", "read-only", "list"],
+)
+def test_tables_of_any_layout_are_the_same_tables(numbers: Any) -> None:
+    sides = [table(10), 100 + table(10)]
+    _, emb = build(2, tables=sides)
+    before = len(kernels.lookup.signatures)  # type: ignore[attr-defined]
+    answer = emb.lookup([3, 3, 2], numbers)  # type: ignore[arg-type]
+    assert answer.rows is not None
+    assert (answer.rows.view(np.int32) == [sides[1][3], sides[0][3], sides[1][2]]).all()
+    assert len(kernels.lookup.signatures) in (1, before)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"tables must be in \[0, 2\), got 0..2"):
+        emb.lookup([3, 3, 2], np.array([1, 0, 2], np.int16))
+
+
 @pytest.mark.parametrize("empty", [[], np.array([]), np.array([], np.int64), np.zeros(0, np.uint8)])
 def test_an_empty_batch_is_no_error(empty: Any) -> None:
     pool, emb = build(2, tables=[table(10)])

@@ -75,6 +75,9 @@ def test_a_short_run_with_real_processes(tmp_path: Path, capsys: pytest.CaptureF
     assert 0.15 <= value["alpha_asked_min"] <= value["alpha_asked_max"] <= 0.85
     assert value["requests"] > 20 * value["seconds"]
     assert value["longest_gap_s"] < 2
+    assert value["lost"] == value["wrong_bytes"] == 0
+    assert value["rows_verified"] > 64 * value["requests"] < 64 * value["pages_verified"]
+    assert value["pages_moved"] > 0
     assert all(name in printed.out for name in figures)
     assert {file.name: file.read_bytes() for file in (tmp_path / "bundle").iterdir()} == before
 
@@ -94,6 +97,14 @@ SOUND: dict[str, float] = {
     "cycles": 2,
     "log_lines_wrong": 0,
     "exit_status": 0,
+    "lost": 0,
+    "wrong_bytes": 0,
+    "wrong_scores": 0,
+    "rows_verified": 9,
+    "pages_verified": 0,
+    "scores_verified": 9,
+    "pages_moved": 9,
+    "rss_growth_mib": 3,
 }
 
 
@@ -112,6 +123,15 @@ SOUND: dict[str, float] = {
         ({"decisions": 10}, "fewer than a third of the intervals"),
         ({"log_lines_wrong": 1}, "1 lines of its log were no JSON"),
         ({"exit_status": -15}, "it ended with status -15"),
+        ({"lost": 2}, "2 requests were neither served nor shed"),
+        ({"wrong_bytes": 1}, "1 bytes and 0 scores served were wrong"),
+        ({"wrong_scores": 3}, "0 bytes and 3 scores served were wrong"),
+        ({"pages_verified": 9, "scores_verified": 0}, None),
+        ({"rows_verified": 0}, "nothing was checked"),
+        ({"scores_verified": 0}, "nothing was checked"),
+        ({"pages_moved": 0}, "no page changed owner"),
+        ({"rss_growth_mib": 17}, "it grew by 17.0 MiB"),
+        ({"rss_growth_mib": float("nan")}, "memory is not flat"),
     ],
 )
 def test_a_run_that_is_not_sound_is_told(changes: dict[str, Any], said: str | None) -> None:

@@ -15,7 +15,8 @@ import envs.serving.payload
 from envs.live_env import HelmLiveEnv
 from envs.serving.live import LiveNode
 from eval import bench_live
-from eval.bench_live import GROWTH_LIMIT_MIB, Args, main, memory_growth, verdict
+from eval.bench_live import Args, main, verdict
+from eval.growth import GROWTH_LIMIT_MIB
 from helm_rl import cli
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure
@@ -151,21 +152,13 @@ def test_memory_that_grows_is_no_sound_run(options: dict[str, Any], monkeypatch:
         main(Args(**options))
 
 
-def test_growth_and_slope_of_memory() -> None:
-    time_s = np.arange(100.0)
-    assert memory_growth(time_s, 500 + 0.25 * time_s) == pytest.approx((22.5, 0.25))
-    spike = np.full(100, 500.0)
-    spike[-1] = 900.0
-    assert memory_growth(time_s, spike)[0] == 0
-    assert memory_growth(time_s[:1], spike[:1]) == (0.0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
         ({}, None),
         ({"rss_growth_mib": GROWTH_LIMIT_MIB}, None),
         ({"rss_growth_mib": GROWTH_LIMIT_MIB + 1}, "memory is not flat"),
+        ({"rss_growth_mib": float("nan")}, "memory is not flat"),
         ({"lost": 2}, "2 requests were neither served nor shed"),
         ({"wrong_bytes": 1}, "1 bytes and 0 scores served were wrong"),
         ({"wrong_scores": 3}, "0 bytes and 3 scores served were wrong"),

@@ -1,0 +1,18 @@
+"""Whether the memory of a process stays flat: samples of it over time."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+GROWTH_LIMIT_MIB = 16.0
+"""A process's memory is flat if it has grown by no more than this over a run."""
+_EDGE_SHARE = 0.1  # of the samples at either end, whose medians are compared
+
+
+def memory_growth(time_s: npt.NDArray[np.float64], rss_mib: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the growth from the median of the first tenth of the samples to that of the last, and the slope per s."""
+    edge = max(1, int(_EDGE_SHARE * rss_mib.size))
+    growth = float(np.median(rss_mib[-edge:]) - np.median(rss_mib[:edge]))
+    slope = float(np.polyfit(time_s, rss_mib, 1)[0]) if rss_mib.size > 1 else 0.0
+    return growth, slope

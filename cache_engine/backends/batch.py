@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cache_engine.jit import kernel
+
 Bytes = npt.NDArray[np.uint8]
 
 _MOST_KEPT = 1 << 14  # keys
@@ -61,10 +63,12 @@ def host_batch(ids: Any, tables: Any, table_count: int) -> tuple[npt.NDArray[np.
             raise ValueError(f"tables must be in [0, {table_count}), got {tables}")
         return (_same if keys.size <= _MOST_KEPT else _same.__wrapped__)(int(tables), keys.size), keys
     # As kernels take them, unless they are something else: conversions there and back take as long as a look-up.
-    numbers = tables if _is_plain(tables, np.int16) else as_ids(tables, "tables")
+    plain = _is_plain(tables, np.int16)
+    numbers = tables if plain else as_ids(tables, "tables")
     if numbers.size != keys.size:
         raise ValueError(f"tables must have one entry per id: {numbers.size} for {keys.size} ids")
-    if numbers.size and not (numbers.min() >= 0 and numbers.max() < table_count):
+    known = _outside(tables, table_count) < 0 if plain else not ((numbers < 0) | (numbers >= table_count)).any()
+    if not known:
         raise ValueError(f"tables must be in [0, {table_count}), got {numbers.min()}..{numbers.max()}")
     return numbers.astype(np.int16, copy=False), keys
 
@@ -77,11 +81,27 @@ def _same(table: int, n: int) -> npt.NDArray[np.int16]:
 
 def check_rows(tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], limits: npt.NDArray[np.int64]) -> None:
     """Raise ValueError for the first key that is no row of its table; `limits`: rows of each table."""
-    most = limits[tables]
-    wrong = (keys < 0) | (keys >= most)
-    if wrong.any():
-        i = int(np.argmax(wrong))
-        raise ValueError(f"ids[{i}] = {keys[i]} is not a row of table {tables[i]}, which has {most[i]}")
+    i = _first_unknown(tables, keys, limits)
+    if i >= 0:
+        raise ValueError(f"ids[{i}] = {keys[i]} is not a row of table {tables[i]}, which has {limits[tables[i]]}")
+
+
+@kernel
+def _first_unknown(tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], limits: npt.NDArray[np.int64]) -> int:
+    """Return the first key that is no row of its table, -1: none. With NumPy that took as long as a look-up."""
+    for i in range(keys.size):
+        if keys[i] < 0 or keys[i] >= limits[tables[i]]:
+            return i
+    return -1
+
+
+@kernel
+def _outside(numbers: npt.NDArray[np.int16], limit: int) -> int:
+    """Return the first number outside [0, limit), -1: none."""
+    for i in range(numbers.size):
+        if numbers[i] < 0 or numbers[i] >= limit:
+            return i
+    return -1
 
 
 def as_rows(table: Any, row_bytes: int, number: int) -> Bytes:

@@ -28,7 +28,7 @@ from helm_rl.workloads.trace import Trace
 P50_GOAL, P99_GOAL = 0.1, 0.2
 SEEDS_FROM = 1 << 33
 """Arrivals that loads are set by; those that are measured have smaller seeds."""
-LEAST_IDLE = 10
+LEAST_ALONE = 10
 _LOAD_S = 120.0  # of simulated load, from which the busy share is taken
 _CLOSE = 0.02
 _TRIES = 8
@@ -151,19 +151,38 @@ def usage(windows: Sequence[WindowStats]) -> Usage:
     )
 
 
-def fixed_ms(node: LiveNode) -> float:
-    """Return the median ms of requests that found the node idle which were neither transfer nor compute."""
+def served_alone(node: LiveNode) -> npt.NDArray[np.int64]:
+    """Return the numbers of the requests that found the node idle and were computed alone.
+
+    Raises:
+        UserError: there are too few of them to tell anything.
+    """
     times, arrival_ns = node.times, node.trace.arrival_ns
     served = np.flatnonzero(times.batch >= 0)
-    took_ns = node.latency_ms[served].astype(np.float64) * 1e6
-    gone_ns = np.maximum.accumulate(arrival_ns[served] + took_ns)
+    gone_ns = np.maximum.accumulate(arrival_ns[served] + node.latency_ms[served].astype(np.float64) * 1e6)
     batch = times.batch[served]
-    idle = (np.bincount(batch)[batch] == 1) & (arrival_ns[served] >= np.concatenate([[0.0], gone_ns[:-1]]))
+    alone = (np.bincount(batch)[batch] == 1) & (arrival_ns[served] >= np.concatenate([[0.0], gone_ns[:-1]]))
+    if alone.sum() < LEAST_ALONE:
+        raise UserError(f"only {alone.sum()} requests found the node idle: this machine is busy with other things")
+    return served[alone]
+
+
+def fixed_ms(node: LiveNode) -> float:
+    """Return the median ms of requests served alone which were neither transfer nor compute."""
+    alone = served_alone(node)
     row_ns = resolve_model(node.scenario.model).row_bytes / link_gb_s(node.scenario.hardware)
-    rest_ns = (took_ns - times.compute_ns[served] - times.fetched[served] * row_ns)[idle]
-    if rest_ns.size < LEAST_IDLE:
-        raise UserError(f"only {rest_ns.size} requests found the node idle: this machine is busy with other things")
+    took_ns = node.latency_ms[alone].astype(np.float64) * 1e6
+    rest_ns = took_ns - node.times.compute_ns[alone] - node.times.fetched[alone] * row_ns
     return max(0.0, float(np.median(rest_ns)) * 1e-6)
+
+
+def slowdown(node: LiveNode) -> float:
+    """Return how many times longer requests served alone were computed than the node's profile says, the median."""
+    alone, hardware = served_alone(node), resolve_hardware(node.scenario.hardware)
+    history = node.trace.history_tokens[alone].astype(np.int64)
+    linear, pair = flop(resolve_model(node.scenario.model), node.times.prefix[alone], history)
+    prefill_ns = [hardware.prefill_ns(*work) for work in zip(linear, pair, strict=True)]
+    return float(np.median(node.times.compute_ns[alone] / (hardware.batch_ms * 1e6 + np.array(prefill_ns))))
 
 
 def replay_times(node: LiveNode) -> FloatArray:

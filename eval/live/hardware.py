@@ -46,15 +46,17 @@ class Args:
     """Measure what a live node's work takes here, fit a hardware profile to it, and hold the model clock against it.
 
     Prefills of histories of six lengths, their first half, then the second on the cached first, then a sixteenth on the
-    rest, alone and four at a time, give FLOP/s and the fixed cost of a batch; requests that come one at a time give the
-    fixed cost of a request. All medians. Last, the profile is tried: the scenario's base load on other arrivals, live
-    and on the model clock. A scenario takes the profile by hardware.profile = "FILE.toml".
+    rest, alone and four at a time, give FLOP/s and the fixed cost of a batch. Requests that come one at a time give how
+    much longer the same work takes in service, by which both are scaled, and the fixed cost of a request. All medians.
+    Last, the profile is tried: the scenario's base load on other arrivals, live and on the model clock. A scenario
+    takes the profile by hardware.profile = "FILE.toml".
 
     On a CPU the network has one thread and computes in float32 (model.value_bytes = 4), and the link is paced to the
     scenario's link_gb_s, so what rows are gathered at shows only where that is faster.
 
     Figures written by --json: calibrate.peak_gflop_s, calibrate.linear_efficiency, calibrate.pair_efficiency,
-    calibrate.batch_ms, calibrate.request_ms, calibrate.gather_gb_s, calibrate.copy_gb_s, calibrate.onboard_ms,
+    calibrate.in_service (how many times longer), calibrate.batch_ms, calibrate.request_ms, calibrate.gather_gb_s,
+    calibrate.copy_gb_s, calibrate.onboard_ms,
     calibrate.prefill_error.median and .max (of the fit, over the prefills), calibrate.p50_error and
     calibrate.p99_error (of the trial), calibrate.others_share (of the processors' time, what other processes took:
     what a wall clock shows beside them is theirs, too).
@@ -88,12 +90,14 @@ class Calibration:
 
     batches: list[Batch]
     profile: HardwareProfile
+    in_service: float  # times longer that the same work takes in service than prefills one after the other do
     trial: Measured | None
     others_share: float
 
     def predicted_ms(self, batch: Batch) -> float:
-        """Return what the profile says of a prefill."""
-        return self.profile.batch_ms + self.profile.prefill_ns(batch.linear_flop, batch.pair_flop) * 1e-6
+        """Return what the fit says of a prefill: the profile's time, but for what service adds."""
+        in_service = self.profile.batch_ms + self.profile.prefill_ns(batch.linear_flop, batch.pair_flop) * 1e-6
+        return in_service / self.in_service
 
     def figures(self) -> dict[str, Figure]:
         """Return the figures that `Args` lists."""
@@ -105,6 +109,7 @@ class Calibration:
             "peak_gflop_s": Figure(profile.peak_tflop_s * 1e3, "GFLOP/s", "higher"),
             "linear_efficiency": Figure(profile.linear_efficiency, "", "higher"),
             "pair_efficiency": Figure(profile.pair_efficiency, "", "higher"),
+            "in_service": Figure(self.in_service, "", "lower"),
             "batch_ms": Figure(profile.batch_ms, "ms", "lower"),
             "request_ms": Figure(profile.request_ms, "ms", "lower"),
             "gather_gb_s": Figure(profile.local_gb_s, "GB/s", "higher"),
@@ -122,7 +127,7 @@ class Calibration:
     def table(self) -> Table:
         """Return a line for each prefill: measured, and by the profile."""
         table = Table(title="Prefills, ms in the median", title_justify="left")
-        for heading in ("at once", "tokens", "cached", "measured", "by the profile", "off"):
+        for heading in ("at once", "tokens", "cached", "measured", "by the fit", "off"):
             table.add_column(heading, justify="right")
         for one in self.batches:
             predicted = self.predicted_ms(one)
@@ -207,13 +212,22 @@ class _Calibrating:
         advance("requests one at a time")
         with contextlib.closing(self._node(profile, IDLE_S, IDLE_BUSY, errors.SEEDS_FROM + 1)) as node:
             errors.serve(node, _ALPHA, WARM_S, round(IDLE_S * 1e9))
-            profile = replace(profile, request_ms=errors.fixed_ms(node))
+            # Prefills one after the other tell how time grows with work; these, how fast the work is in service, where
+            # link, clock and queue take the processor's caches in turn.
+            in_service = errors.slowdown(node)
+            profile = replace(
+                profile,
+                linear_efficiency=min(1.0, profile.linear_efficiency / in_service),
+                pair_efficiency=min(1.0, profile.pair_efficiency / in_service),
+                batch_ms=profile.batch_ms * in_service,
+                request_ms=errors.fixed_ms(node),
+            )
         trial = None
         if args.seconds:
             advance(f"the model clock's trial, {args.seconds:g} s")
             with contextlib.closing(self._node(profile, args.seconds, args.load, _TRIAL_SEED)) as node:
                 trial = errors.measure(node, _ALPHA, WARM_S, round(args.seconds * 1e9))
-        return Calibration(batches, profile, trial, others.share())
+        return Calibration(batches, profile, in_service, trial, others.share())
 
     def _node(self, profile: HardwareProfile, seconds: float, busy: float, seed: int) -> LiveNode:
         """Return a node under the base load, so that by this profile it is busy for that share of the time."""

@@ -36,6 +36,7 @@ def test_this_machine_is_measured_and_tried(small: str, tmp_path: Path, monkeypa
     value = {name.removeprefix("calibrate."): figure["value"] for name, figure in figures.items()}
     assert profile.peak_tflop_s == pytest.approx(value["peak_gflop_s"] * 1e-3)
     assert profile.request_ms == value["request_ms"] >= 0
+    assert value["in_service"] > 0.5
     assert 0 < profile.linear_efficiency <= 1
     assert 0 < profile.local_gb_s < profile.pcie_gb_s * 100
     assert profile.hbm_gib > 0.1

@@ -12,9 +12,11 @@ import pytest
 from envs.serving.live import ServiceTimes
 from envs.serving.node import NodeSim
 from eval.live import errors
-from eval.live.errors import Measured, Usage, at_busy, base_load, fixed_ms, replay_times
+from eval.live.errors import Measured, Usage, at_busy, base_load, fixed_ms, replay_times, served_alone, slowdown
+from eval.live.ladder import flop
 from helm_rl.errors import UserError
 from helm_rl.profiles.hardware import resolve_hardware
+from helm_rl.profiles.model import resolve_model
 from helm_rl.scenario import Scenario, load_scenario
 from helm_rl.workloads.generate import generate
 from tests.envs.worlds import trace
@@ -76,9 +78,22 @@ def test_fixed_costs_are_what_is_neither_transfer_nor_compute(scenario: Scenario
         scenario, [1.0] * n, compute.tolist(), batch.tolist(), fetched=fetched.tolist(), latency_ms=latency.tolist()
     )
     assert fixed_ms(node) == pytest.approx(0.7, abs=1e-4)
+    assert served_alone(node).tolist() == [i for i in range(n) if i not in (6, 7, 8, 19, 20)]
     node.latency_ms[:] += 500.0
     with pytest.raises(UserError, match="only 1 requests found the node idle"):
         fixed_ms(node)
+
+
+def test_what_service_adds_to_the_profiles_time(scenario: Scenario) -> None:
+    """Each is computed in 1.25 times what the profile says, but for some that were disturbed."""
+    n = 40
+    hardware, model = resolve_hardware(scenario.hardware), resolve_model(scenario.model)
+    node = served(scenario, [1.0] * n, [0.0] * n, list(range(n)), latency_ms=[5.0] * n)
+    linear, pair = flop(model, node.times.prefix, node.trace.history_tokens.astype(np.int64))
+    says_ns = np.array([hardware.batch_ms * 1e6 + hardware.prefill_ns(a, b) for a, b in zip(linear, pair, strict=True)])
+    node.times.compute_ns[:] = 1.25 * says_ns
+    node.times.compute_ns[::5] *= 9
+    assert slowdown(node) == pytest.approx(1.25)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])

@@ -74,11 +74,16 @@ def progress_bars() -> Progress:
 
 
 @contextmanager
-def working_processes(jobs: int) -> Iterator[Workers]:
-    """Yield so many processes with progress on stderr; whatever ends the block early ends them, too."""
+def working_processes(jobs: int, tasks_each: int | None = None) -> Iterator[Workers]:
+    """Yield so many processes with progress on stderr; whatever ends the block early ends them, too.
+
+    tasks_each: after so many tasks another process takes the place of one, None: never.
+    """
     with (
         progress_bars() as progress,
-        ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _follow_the_parent) as pool,
+        ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn"), _follow_the_parent, max_tasks_per_child=tasks_each
+        ) as pool,
     ):
         try:
             yield Processes(pool, progress)

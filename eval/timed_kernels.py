@@ -1,4 +1,4 @@
-"""Kernels whose time is taken: routing decisions one after the other, networks, reading memory, arithmetic."""
+"""Kernels whose time is taken: routing decisions, serving without any, networks, reading memory, arithmetic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_engine.jit import inner, kernel
-from envs.serving.cluster_loop import ClusterState, decide
+from envs.serving.cluster_loop import ClusterState, decide, serve
 from helm_rl.control.base import ALPHA, PolicyState, mean_action, normalise
 
 LINE_BYTES = 64
@@ -22,12 +22,31 @@ def decide_all(cluster: ClusterState, first: int, last: int, now_ns: int, other:
 
 
 @kernel
+def serve_placed(cluster: ClusterState, order: npt.NDArray[np.int64], placed: npt.NDArray[np.int16]) -> None:
+    """Serve requests in an order, each on the node that `placed` [n] has for it: without a router.
+
+    order: int64 [m], each node's requests as they arrive; between nodes it is free, for none sees another.
+    """
+    for i in order:
+        k = placed[i]
+        serve(cluster.nodes[k], i, cluster.requests.arrival_ns[i], cluster.idle_ns[k : k + 1], cluster.emb[k])
+
+
+@kernel
 def read_all(first: int, last: int, other: npt.NDArray[np.uint8]) -> int:
     """Read `other` as `decide_all` does, and do no more; return a sum that depends on all of it."""
     total = 0
     for i in range(first, last):
         total += _read(other, i)
     return total
+
+
+@kernel
+def chase(memory: npt.NDArray[np.int64], at: int, n: int) -> int:
+    """Load n times, each time from the index that the load before it brought; return the last."""
+    for _ in range(n):
+        at = memory[at]
+    return at
 
 
 @kernel

@@ -98,6 +98,9 @@ COMMANDS: dict[str, Command] = {
         "measuring", "eval.bench_telemetry:main", "telemetry of up to 1,024 nodes through racks: cost and loss"
     ),
     "bench trace": Command("measuring", "eval.bench_trace:main", "reading logs, drawing traces, miss ratios, fits"),
+    "bench scaling": Command(
+        "measuring", "eval.bench_scaling:main", "what a run costs on 1 to 1,024 nodes, and what limits it"
+    ),
     "bench profiles": Command(
         "measuring", "helm_rl.profiles.fit:main", "the hardware profiles beside published measurements"
     ),

@@ -88,7 +88,7 @@ def place(cluster: ClusterState, i: int, now_ns: int) -> None:
         shed(cluster.refused, i)
         return
     cluster.node_of[i] = k
-    _serve(cluster.nodes[k], i, now_ns, cluster.idle_ns[k : k + 1], cluster.emb[k])
+    serve(cluster.nodes[k], i, now_ns, cluster.idle_ns[k : k + 1], cluster.emb[k])
 
 
 @inner
@@ -146,13 +146,14 @@ def _advance(one: npt.NDArray[np.uint8], now_ns: int, idle_ns: npt.NDArray[np.in
 
 
 @kernel
-def _serve(
+def serve(
     one: npt.NDArray[np.uint8],
     i: int,
     now_ns: int,
     idle_ns: npt.NDArray[np.int64],
     emb: npt.NDArray[np.float64],
 ) -> None:
+    """Let a node serve request `i`, which comes to it at `now_ns`; idle_ns [1], emb [F]: its rows of the state."""
     node = packed.load(one)
     loop.advance(node, now_ns)
     loop.serve(node, i, now_ns)

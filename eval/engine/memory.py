@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cache_engine.jit import kernel
 from eval.engine.caches import Compiled, make_cache
 from eval.engine.loads import scatter, zipf
+from eval.timed_kernels import chase
 from helm_rl.figures import Figure
 from helm_rl.files import atomic_file
 from helm_rl.memory import free_bytes
@@ -64,18 +65,18 @@ def measure_memory(slots: int, policy: str, repeats: int, advance: Advance) -> M
     memory[order * _LINE] = np.roll(order, -1) * _LINE
     del order
     best = [np.inf, np.inf, np.inf]
-    at = _chase(memory, 0, 1) + 0 * _gather(memory, lines, np.uint64(0), 1)  # compiled before it is timed
+    at = chase(memory, 0, 1) + 0 * _gather(memory, lines, np.uint64(0), 1)  # compiled before it is timed
     for _ in range(repeats):
         part = zipf(rng, n, keys, 1.0)
         best[0] = min(best[0], compiled.look_up(part) / n)
         begun = time.perf_counter()
-        at = _chase(memory, at, n // 5)
+        at = chase(memory, at, n // 5)
         best[1] = min(best[1], (time.perf_counter() - begun) / (n // 5))
         begun = time.perf_counter()
         at = (at + _gather(memory, lines, np.uint64(rng.integers(2**62)), n)) % lines * _LINE
         best[2] = min(best[2], (time.perf_counter() - begun) / n)
-    lookup, chase, gather = (1e9 * seconds for seconds in best)
-    return MemoryPoint(slots, metadata_bytes, lookup, chase, gather)
+    lookup_ns, chase_ns, gather_ns = (1e9 * seconds for seconds in best)
+    return MemoryPoint(slots, metadata_bytes, lookup_ns, chase_ns, gather_ns)
 
 
 def memory_figures(points: Sequence[MemoryPoint]) -> dict[str, Figure]:
@@ -121,13 +122,6 @@ def _fill(compiled: Compiled, slots: int, keys: int) -> None:
     for start in range(0, slots, 1 << 20):
         ranks = np.arange(start, min(start + (1 << 20), slots), dtype=np.int64)
         compiled.look_up(scatter(slots - 1 - ranks, keys))
-
-
-@kernel
-def _chase(memory: npt.NDArray[np.int64], at: int, n: int) -> int:
-    for _ in range(n):
-        at = memory[at]
-    return at
 
 
 @kernel

@@ -138,6 +138,7 @@ def test_the_commands_of_this_release() -> None:
         "bench live",
         "bench control",
         "bench telemetry",
+        "bench scaling",
         "bench model",
         "bench profiles",
         "bench trace",

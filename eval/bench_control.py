@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from helm_rl.metrics import SHED_FACTOR
 from helm_rl.runtime.counters import Cause
 from helm_rl.runtime.server import HookServer
 from helm_rl.scenario import Scenario, load_scenario
+from helm_rl.shipped import bundle_path
 
 if TYPE_CHECKING:
     from envs.serving.live import LiveNode
@@ -92,6 +93,7 @@ def main(args: Args) -> None:
     Raises:
         SystemExit: with status 1 and a sentence on stderr, where `verdict` has a complaint.
     """
+    args = replace(args, bundle=bundle_path(args.bundle))
     check_outputs(args.overwrite, (args.scenario, args.bundle), json=args.json)
     if not 0 < args.seconds <= 86_400:  # NaN is not
         raise UserError(f"--seconds must be above 0 and at most 86,400, got {args.seconds}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import shlex
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +38,7 @@ from helm_rl.files import atomic_file, check_outputs, write_text
 from helm_rl.frozen import decide_by_bundle, freeze
 from helm_rl.hub import check_hub_output, read_figures, write_hub_folder
 from helm_rl.onnx_file import most_error, onnx_bytes, parse_onnx
+from helm_rl.shipped import bundle_path
 
 CHECKED = 10_000
 MOST_ERROR = 1e-5
@@ -299,6 +300,7 @@ def _validation(found: ValidationSection) -> list[str]:
 
 def main(args: ExportArgs) -> None:
     """Export as the command line says, and tell where everything is."""
+    args = replace(args, source=bundle_path(args.source))
     files = {"onnx": args.onnx, "header": args.header}
     made = [option for option, path in (*files.items(), ("hub", args.hub)) if path is not None]
     if args.figures and args.hub is None:

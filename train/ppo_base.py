@@ -78,6 +78,7 @@ from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from helm_rl.figures import command
 from helm_rl.metrics import mean_regret
+from helm_rl.shipped import bundle_path
 from train.charts import Hyperparameters, episode_steps, look_figure
 from train.state import Loop, capture, network_section, policy_of, restore
 
@@ -495,7 +496,7 @@ def start_from(net: ActorCritic, path: Path) -> list[str]:
     Raises:
         UserError: The bundle has another architecture, or is none.
     """
-    bundle = load_bundle(path)
+    bundle = load_bundle(bundle_path(path))
     expected = policy_of(net)
     for name, array in bundle.tensors.items():
         if name not in expected or expected[name].shape != array.shape:

@@ -9,7 +9,7 @@ import math
 import signal
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -28,6 +28,7 @@ from helm_rl.runtime.mapping import Mapping, load_mapping
 from helm_rl.runtime.monitor import Monitor
 from helm_rl.runtime.signals import Signals
 from helm_rl.runtime.steering import steering_of
+from helm_rl.shipped import bundle_path
 
 _DEFAULT_INTERVAL_S = 1.0
 _TIMEOUT = 0.9  # of an interval: an answer after that is no use to the next decision either
@@ -45,7 +46,7 @@ class Args:
     """
 
     bundle: tyro.conf.Positional[Path]
-    """The bundle folder, as `helm-rl export` writes it."""
+    """The bundle folder, as `helm-rl export` writes it, or the name of one that ships with helm-rl."""
     url: str
     """The server's metrics, http://HOST:PORT, or with a path other than /metrics."""
     slo_ms: float
@@ -73,6 +74,7 @@ def main(args: Args) -> None:
         UserError: the bundle, the mapping or an option is wrong, or the port is taken.
         RuntimeError: the loop itself failed.
     """
+    args = replace(args, bundle=bundle_path(args.bundle))
     with Signals() as signals, journal(stderr()) as log:
         _control(args, load_bundle(args.bundle), signals, Monitor(log))
         signals.ignore()  # the process ends, and one that comes twice must not kill it meanwhile

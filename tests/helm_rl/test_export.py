@@ -167,3 +167,9 @@ def test_an_onnx_file_that_decides_otherwise_is_not_written(tmp_path: Path, monk
     with pytest.raises(UserError, match=r"alpha comes out up to 2\.0e-05 off, more than 1e-05"):
         run(tmp_path / "b", "--onnx", tmp_path / "a.onnx")
     assert [file.name for file in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_shipped_bundle_is_taken_by_its_name(tmp_path: Path) -> None:
+    main(tyro.cli(ExportArgs, args=["helm-base-v1", "--output", str(tmp_path / "mine")]))
+    shipped = load_bundle(Path(__file__).parents[2] / "checkpoints" / "helm-base-v1")
+    assert load_bundle(tmp_path / "mine").config.files == shipped.config.files

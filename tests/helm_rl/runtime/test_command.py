@@ -287,6 +287,9 @@ def test_its_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.Capt
     words = [word for pair in good.items() for word in pair]
     assert cli.main(["control", str(tmp_path / "nothing"), *words]) == 2
     assert "no such bundle folder" in capsys.readouterr().err
+    # A shipped one is taken by its name.
+    assert cli.main(["control", "helm-base-v1", *words, "--interval-s", "9"]) == 2
+    assert "the policy was trained for" in capsys.readouterr().err
 
 
 def test_what_a_bundle_sees_of_a_masked_signal_is_nothing_to_its_network(tmp_path: Path) -> None:

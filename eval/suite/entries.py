@@ -28,8 +28,10 @@ from helm_rl.shipped import bundle_path
 HOST_GIB = (96.0, 960.0)
 """Host tiers for keys and values that stand in the table beside a static split; `helm-rl eval map` has the same."""
 SINGLE = "single_static"
-TAKEN = RESERVED | {NAIVE, SINGLE} | {f"host_tier_{gib:g}" for gib in HOST_GIB}
-"""Names in the figures that no controller of one's own may take."""
+STORED = {"statics", "pace"}
+"""What the store calls other results of a load than a controller's."""
+TAKEN = RESERVED | STORED | {NAIVE, SINGLE} | {f"host_tier_{gib:g}" for gib in HOST_GIB}
+"""Names in figures and store that no bundle beside the policy, and no controller of one's own, may take."""
 
 Kind = Literal["policy", "rule", "own", "naive", "host"]
 
@@ -90,6 +92,10 @@ def entries(
                 continue
             if any(one.key == entry.key for one in found):
                 raise UserError(f"--beside {path}: a bundle of that name is measured already; rename its folder")
+            if name and entry.key in TAKEN:
+                raise UserError(
+                    f"--beside {path}: {entry.key} is the name of another controller here; rename its folder"
+                )
             found.append(entry)
     for scenario in scenarios:
         own_contestants(own, scenario, TAKEN | {one.key for one in found})

@@ -73,3 +73,18 @@ def test_a_shipped_bundle_goes_by_its_name_wherever_it_lies() -> None:
     shipped = entries(Path("helm-base-v1"), (), [small_scenario("burst")])[0]
     assert shipped.source == "helm-base-v1"
     serving(shipped, small_scenario("burst"), Prepared(deployable=0.5))
+
+
+@pytest.mark.parametrize("name", ["single_static", "marginal-hits", "naive", "statics", "host tier 96"])
+def test_a_bundle_beside_takes_no_name_that_figures_or_store_have(make_bundle: MakeBundle, name: str) -> None:
+    plain = make_bundle("plain")
+    with pytest.raises(UserError, match="is the name of another controller here; rename its folder"):
+        policies(plain, make_bundle(name, action=0.5))
+
+
+def test_a_controller_takes_no_name_that_the_store_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "store_rule.py").write_text(RULE.format(alpha=0.5) + "Statics = Pace = half\n")
+    for name in ("Statics", "Pace"):
+        with pytest.raises(UserError, match="is the name of another controller here; rename the class"):
+            entries(None, [f"store_rule:{name}"], [small_scenario("burst")])

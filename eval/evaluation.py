@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from helm_rl.errors import UserError
 from helm_rl.scenario import Load, Scenario, load_scenario
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def evaluate(
     from eval.sweep import alpha_grid, check_jobs, working
 
     found = scenario if isinstance(scenario, Scenario) else load_scenario(scenario, load)
+    if reference not in ("quick", "full"):
+        raise UserError(f"reference must be 'quick' or 'full', got {reference!r}")
     draws = seeds if seeds is not None else (3 if trace is None else 1)
     check_draws(first_seed, draws)
     check_jobs(jobs)
@@ -115,4 +118,4 @@ def _contestant(controller: Controller | Callable[[], Controller] | str | Path, 
     name = getattr(controller, "__name__", "controller") if made_by else type(controller).__name__
     make = cast("Callable[[], Controller]", controller if made_by else partial(copy.deepcopy, controller))
     made(name, make, scenario)  # what is wrong with it shows before any replay
-    return Contestant(key, name, name, lambda: made(name, make, scenario))
+    return Contestant(key, name, name, lambda: made(name, make, scenario), own=True)

@@ -36,7 +36,9 @@ def own_contestants(specs: Sequence[str], scenario: Scenario, taken: Collection[
             raise UserError(f"controller {spec}: {key} is the name of another controller here; rename the class")
         make = partial(made, spec, load(spec), scenario)
         make()  # what is wrong with it shows before any replay
-        found.append(Contestant(key, spec.rpartition(":")[2], f"{spec}, a controller of one's own", make, origin=spec))
+        found.append(
+            Contestant(key, spec.rpartition(":")[2], f"{spec}, a controller of one's own", make, origin=spec, own=True)
+        )
     return found
 
 
@@ -55,7 +57,7 @@ def load(spec: str) -> Callable[..., Any]:
         raise UserError(
             f"controller {spec}: there is no module {module}, neither installed nor in {os.getcwd()}"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself would end the command, without a word
         raise UserError(f"controller {spec}: importing {module} {_raised(error)}") from None
     for part in name.split("."):
         if not hasattr(found, part):
@@ -120,7 +122,8 @@ class Checked:
 
     def tick(self, arrivals: int, p99_ms: float, now_ns: int) -> bool:
         """Ask the controller."""
-        return bool(_called(self._spec, "tick", self._controller.tick, arrivals, p99_ms, now_ns))
+        answer = _called(self._spec, "tick", self._controller.tick, arrivals, p99_ms, now_ns)
+        return _called(self._spec, "what tick returned", bool, answer)
 
     def feedback(self, window: WindowStats) -> None:
         """Tell the controller."""
@@ -130,11 +133,11 @@ class Checked:
         answer = _called(self._spec, name, call, *arguments)
         try:
             alpha = float(answer)
-        except (TypeError, ValueError):
+        except Exception:  # no number, or one of another's making
             alpha = float("nan")
         if not 0.0 <= alpha <= 1.0:  # NaN fails too
             raise UserError(
-                f"controller {self._spec}: {name} returned {repr(answer)[:60]} at {now_ns * 1e-9:.3f} s; it must "
+                f"controller {self._spec}: {name} returned {_shown(answer)} at {now_ns * 1e-9:.3f} s; it must "
                 "return alpha, a number from 0 to 1"
             )
         return alpha
@@ -145,11 +148,18 @@ def _called(spec: str, what: str, call: Callable[..., _Result], *arguments: obje
         return call(*arguments)
     except UserError as error:
         raise UserError(f"controller {spec}: {what}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit(0) would end the command as if all were done
         raise UserError(f"controller {spec}: {what} {_raised(error)}") from None
 
 
-def _raised(error: Exception) -> str:
+def _shown(answer: object) -> str:
+    try:
+        return repr(answer)[:60]
+    except Exception:  # Python writes no integer of thousands of digits
+        return f"a value of type {type(answer).__name__} that cannot be shown"
+
+
+def _raised(error: BaseException) -> str:
     """Say what was raised, and where: in the last line that is not of an installed package."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if "site-packages" not in frame.filename and "<frozen" not in frame.filename]

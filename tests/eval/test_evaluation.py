@@ -45,5 +45,7 @@ def test_mistakes_are_sentences() -> None:
         eval.evaluate(Broken(0.5), small_scenario(), seeds=1, step=0.1)
     with pytest.raises(UserError, match="is not a Controller, it has no reset"):
         eval.evaluate(lambda: 3, small_scenario(), seeds=1)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UserError, match="reference must be 'quick' or 'full', got 'Full'"):
+        eval.evaluate(StaticAlpha(0.5), small_scenario(), reference="Full")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="--seeds must be at least 1"):
         eval.evaluate(StaticAlpha(0.5), small_scenario(), seeds=0)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eval.comparison import check_again
 from eval.own_controller import Checked, load, made, own_contestants
 from helm_rl.cli import main as cli
 from helm_rl.control.protocol import Controller, Timetable, Watching
@@ -60,6 +61,15 @@ class Deaf:
     def decide(self, observation, applied_alpha, now_ns): return 0.5
     def tick(self, arrivals, p99_ms, now_ns): return False
 
+class Leaves(Still):
+    def decide(self, observation, applied_alpha, now_ns): raise SystemExit(0)
+
+class Long(Still):
+    def decide(self, observation, applied_alpha, now_ns): return 10**5000
+
+class Ticks(Still):
+    def tick(self, arrivals, p99_ms, now_ns): return np.zeros(3)
+
 def factory():
     return Still()
 
@@ -75,6 +85,7 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "rules_of_mine.py").write_text(RULES)
     (folder / "broken_rules.py").write_text("def f(:\n")
     (folder / "raising_rules.py").write_text("import math\nmath.sqrt(-1)\n")
+    (folder / "leaving_rules.py").write_text("import sys\nsys.exit(0)\n")
     (folder / "needy_rules.py").write_text("import no_such_package\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -94,6 +105,7 @@ def test_a_class_in_the_folder_is_a_contestant() -> None:
     assert still.make().decide(SEEN, 0.5, 0) == factory.make().decide(SEEN, 0.5, 0) == 0.6
     assert middle.make().decide(SEEN, 0.5, 0) == 0.5
     assert still.make() is not still.make()
+    assert still.own
 
 
 @pytest.mark.parametrize(
@@ -131,6 +143,7 @@ def test_a_name_that_is_taken_is_refused() -> None:
         ("Text", "decide returned 'half' at 2.000 s"),
         ("Percent", "decide returned 60 at 2.000 s"),
         ("Nothing", "decide returned None at 2.000 s"),
+        ("Long", "decide returned a value of type int that cannot be shown at 2.000 s"),
         ("Raises", r"decide raised IndexError: index 7 is out of bounds.* \(rules_of_mine.py, line \d+\)"),
     ],
 )
@@ -161,3 +174,24 @@ def test_a_scenario_is_told_to_those_that_ask(tmp_path: Path) -> None:
     scenario = small_scenario()
     assert isinstance(scenario, Scenario)
     assert made("m", lambda one: load("rules_of_mine:Middle")(one), scenario).decide(SEEN, 0.5, 0) == 0.5
+
+
+def test_what_ends_the_process_ends_no_measurement_in_silence() -> None:
+    with pytest.raises(UserError, match=r"decide raised SystemExit: 0 \(rules_of_mine.py, line \d+\)"):
+        make("Leaves").decide(SEEN, 0.5, 0)
+    with pytest.raises(UserError, match=r"importing leaving_rules raised SystemExit: 0 \(leaving_rules.py, line 2\)"):
+        load("leaving_rules:A")
+
+
+def test_a_tick_that_is_neither_true_nor_false_is_a_sentence() -> None:
+    assert make("Still").tick(1, 10.0, 0) is False
+    with pytest.raises(UserError, match="rules_of_mine:Ticks: what tick returned raised ValueError: The truth value"):
+        make("Ticks").tick(1, 10.0, 0)
+
+
+def test_a_controller_that_plays_at_random_is_a_sentence() -> None:
+    check_again("Still", 81.0, 81.0, own=True)
+    with pytest.raises(UserError, match=r"controller Dice: .* 81.0 ms, then 82.0 ms; .* from the seed"):
+        check_again("Dice", 81.0, 82.0, own=True)
+    with pytest.raises(RuntimeError, match="policy: the same arrivals"):  # a mistake of ours
+        check_again("policy", 81.0, 82.0, own=False)

@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from rich.progress import (
 )
 
 from eval.results import Row
+from helm_rl.errors import UserError
 
 
 class Task(NamedTuple):
@@ -63,7 +65,14 @@ class Processes(Workers):
         """Start the tasks in their order; yield each with its result as it comes."""
         futures = {self._pool.submit(task.function, *task.arguments): task for task in tasks}
         for future in as_completed(futures):
-            yield futures[future], future.result()
+            try:
+                row = future.result()
+            except BrokenProcessPool:
+                raise UserError(
+                    "a process that measured was ended by something else, by the system maybe, of too little memory; "
+                    "what had been measured is kept, and the same command goes on (fewer --jobs take less memory)"
+                ) from None
+            yield futures[future], row
 
 
 def progress_bars() -> Progress:

@@ -18,12 +18,15 @@ from eval.segments import Measured, Run, Span
 from eval.statistics import Floats
 from eval.sweep import Sweep, curves_of
 from helm_rl.control.schedule import ScheduledAlpha
+from helm_rl.errors import UserError
 
 MOST_VALUES = 1 << 20
 """Of a stored array: 11 days of intervals."""
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Ms = Annotated[float, Field(ge=0, le=1e9)]
+_P99Ms = Annotated[float, Field(gt=0, le=1e9)]
+"""Ratios and logarithms are taken of it."""
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 _Time = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
@@ -54,7 +57,7 @@ def unpacked(text: str) -> Floats:
 class RunRecord(_Part):
     """A `Run` without its survival curve, which no summary reads; arrays are packed."""
 
-    p99_ms: _Ms
+    p99_ms: _P99Ms
     p50_ms: _Ms
     windowed_p99_ms: _Ms
     slo: _Share
@@ -178,6 +181,9 @@ class StaticsRecord(_Part):
         runs = {alpha: record.run() for alpha, record in zip(self.alphas, self.runs, strict=True)}
         if list(runs) != sorted(self.alphas) or any(run.settled_p99_ms.size != len(spans) for run in runs.values()):
             raise ValueError("statics and their alphas, or segments, do not go together")
+        for run in runs.values():
+            if not all(0 < value_ms < np.inf for value_ms in (run.opening_p99_ms, *run.settled_p99_ms)):
+                raise ValueError("a static's P99 of the opening or of a segment is no latency")
         return curves_of(part, runs, self.step)
 
 
@@ -214,7 +220,7 @@ class CapacityRecord(_Part):
 class ServedRecord(_Part):
     """What one replay on a cluster measured."""
 
-    p99_ms: _Ms
+    p99_ms: _P99Ms
     p50_ms: _Ms
     slo: _Share
     throughput_per_s: _Ms
@@ -263,9 +269,20 @@ def check_row(line: bytes) -> Row:
         raise ValueError(f"{field}{first['msg'][0].lower()}{first['msg'][1:]}") from None
     if isinstance(record, RunRecord):
         record.run()
+    elif isinstance(record, ReferenceRecord):
+        _check_reference(record)
     elif isinstance(record, StaticsRecord):
         record.sweep()
+        record.optimum.run()
+        _check_reference(record.known)
     return envelope.model_dump()
+
+
+def _check_reference(record: ReferenceRecord) -> None:
+    try:
+        record.reference()
+    except UserError as error:  # its schedule
+        raise ValueError(str(error)) from None
 
 
 def record_of(row: Row) -> _Part:

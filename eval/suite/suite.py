@@ -53,7 +53,7 @@ class Suite:
     def get(self, result: Result[_Record]) -> _Record | None:
         """Return what was measured, None where it was not yet, or under other settings."""
         row = self.store.get(result.key, result.seed)
-        if row is None or row["hash"] != result.hash:
+        if row is None or row["hash"] != result.hash or row["kind"] != result.kind:
             return None
         at = result.key, result.seed
         if at not in self._decoded or self._decoded[at][0] != row["hash"]:

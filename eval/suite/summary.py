@@ -23,6 +23,7 @@ from eval.comparison import (
     figure_word,
     fixed_rows,
 )
+from eval.results import RESULTS
 from eval.routing import ROUTERS
 from eval.segments import Run
 from eval.statistics import improvement, improvement_interval, interquartile_mean, stratified_interval
@@ -32,6 +33,7 @@ from eval.suite.entries import SINGLE
 from eval.suite.records import ServedRecord
 from eval.suite.suite import Suite
 from eval.sweep import half_of
+from helm_rl.errors import UserError
 from helm_rl.figures import Figure
 from helm_rl.workloads.trace import BASE
 
@@ -224,6 +226,8 @@ def _result(suite: Suite, cell: Cell, number: int, half: float, single: float | 
     swept, record = suite.sweep(cell, number), suite.needed(suite.statics_of(cell, number))
     optimum, deployable = record.optimum.run(), suite.prepared(cell.family).deployable
     alphas = {HALF: half, DEPLOYABLE: deployable, HINDSIGHT: swept.hindsight}
+    if lacking := set(alphas.values()) - swept.runs.keys():
+        raise _damaged(suite, f"{cell.name}.statics", number, f"lacks alpha {min(lacking):g}")
     runs: dict[str, Run] = {key: swept.runs[alpha] for key, alpha in alphas.items()}
     if single is not None:
         alphas[SINGLE] = single
@@ -235,5 +239,13 @@ def _result(suite: Suite, cell: Cell, number: int, half: float, single: float | 
         runs[REFERENCE] = best.run
     for entry in suite.plan.entries:
         runs[entry.key] = suite.needed(suite.run_of(cell, number, entry)).run()
+    for key, run in runs.items():
+        if run.segment_p99_ms.size != len(swept.part.spans):
+            raise _damaged(suite, f"{cell.name}.{key}", number, "has not the segments of its arrivals")
     better = tuple(entry.key for entry in suite.plan.entries if runs[entry.key].p99_ms < best.p99_ms)
     return SeedResult(SEEDS_FROM + number, record.trace_hash, record.requests, swept, runs, alphas, best, better)
+
+
+def _damaged(suite: Suite, key: str, number: int, what: str) -> UserError:
+    path = suite.store.folder / RESULTS
+    return UserError(f"{path}: the result {key}, draw {number}, {what}; delete its line, it will be measured again")

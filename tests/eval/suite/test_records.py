@@ -65,6 +65,7 @@ def test_what_no_run_has_written_is_named(suite: Suite) -> None:
         (json.dumps(run | {"colour": 1}).encode(), "colour: extra inputs"),
         (changed(run, p99_ms="12"), "p99_ms: input should be a valid number"),
         (changed(run, slo=1.5), "slo: input should be less than or equal to 1"),
+        (changed(run, p99_ms=0), "p99_ms: input should be greater than 0"),
         (changed(run, p99_ms=None), "p99_ms: input should be a valid number"),
         (changed(run, alpha=packed([0.5])), "arrays of one run differ in length"),
         (changed(run, alpha="!"), "base64"),
@@ -75,3 +76,27 @@ def test_what_no_run_has_written_is_named(suite: Suite) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             check_row(line)
+
+
+def test_references_and_optima_are_checked_when_they_are_read(suite: Suite) -> None:
+    statics = next(row for row in suite.store.rows.values() if row["kind"] == "statics")
+    known, optimum = statics["result"]["known"], statics["result"]["optimum"]
+    times = [*known["times_ns"], known["times_ns"][-1] + 1]
+    for line, said in (
+        (changed(statics, known=known | {"times_ns": times}), "as many times as alphas"),
+        (changed(statics, known=known | {"run": known["run"] | {"alpha": packed([0.5])}}), "arrays of one run"),
+        (changed(statics, optimum=optimum | {"alpha": packed([0.5])}), "arrays of one run differ in length"),
+        (json.dumps(statics | {"kind": "reference", "result": known | {"times_ns": times}}).encode(), "as many times"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_row(line)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0, -1.0, float("inf")])
+def test_a_static_without_a_latency_is_no_static(suite: Suite, value: float) -> None:
+    statics = next(row for row in suite.store.rows.values() if row["kind"] == "statics")
+    first, *rest = statics["result"]["runs"]
+    spans = len(statics["result"]["spans"])
+    for fields in ({"settled_p99_ms": packed([value] * spans)}, {"opening_p99_ms": None}):
+        with pytest.raises(ValueError, match="P99 of the opening or of a segment is no latency"):
+            check_row(changed(statics, runs=[first | fields, *rest]))

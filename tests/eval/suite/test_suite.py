@@ -3,18 +3,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from eval.comparison import DEPLOYABLE, HALF, HINDSIGHT, OPTIMUM, POLICY
-from eval.results import RESULTS, Results
+from eval.results import RESULTS, Results, Row
 from eval.suite.command import SUITE
 from eval.suite.entries import SINGLE
 from eval.suite.plan import FULL, QUICK, expected_requests, minutes
+from eval.suite.records import packed
 from eval.suite.suite import Suite
 from eval.suite.summary import Summary, summarise
 from eval.suite.tasks import perform
+from helm_rl.errors import UserError
 from helm_rl.scenario import load_scenario
 from helm_rl.workloads.generate import generate
 from tests.eval.fakes import BASE_MS, CURVATURE
@@ -171,3 +174,30 @@ def test_the_time_that_it_takes_is_within_what_is_promised() -> None:
     assert quick.size == replace(QUICK)
     assert minutes(list(full.stage_cpu_s().values()), 2) < 180
     assert minutes(list(quick.stage_cpu_s().values()), 2) < 5
+
+
+def stored(suite: Suite, changed: Row) -> Suite:
+    """The same suite, one of whose rows is another."""
+    rows = suite.store.rows | {(changed["key"], changed["seed"]): changed}
+    store = SimpleNamespace(get=lambda *at: rows.get(at), folder=Path("out"))
+    return Suite(suite.plan, store)  # type: ignore[arg-type]
+
+
+def test_a_result_of_another_kind_is_none(suite: Suite) -> None:
+    result = suite.run_of(suite.cells[0], 1, suite.plan.entries[0])
+    capacity = next(row for row in suite.store.rows.values() if row["kind"] == "capacity")
+    other = stored(suite, capacity | {"key": result.key, "seed": 1, "hash": result.hash})
+    assert suite.get(result) is not None
+    assert other.get(result) is None
+
+
+def test_results_that_do_not_go_with_their_arrivals_are_named(suite: Suite) -> None:
+    cell = suite.plan.cell("decoder", "burst")
+    statics = suite.store.rows[suite.statics_of(cell, 1).key, 1]
+    still = suite.store.rows[suite.run_of(cell, 1, suite.plan.entries[0]).key, 1]
+    few = {name: statics["result"][name][:2] for name in ("alphas", "runs")}
+    short = {f"{part}_p99_ms": packed([20.0]) for part in ("segment", "transition", "settled")}
+    for row, fields, said in ((still, short, "has not the segments of its arrivals"), (statics, few, "lacks alpha")):
+        damaged = stored(suite, row | {"result": row["result"] | fields})
+        with pytest.raises(UserError, match=rf"results.jsonl: the result {row['key']}, draw 1, {said}"):
+            summarise(damaged)

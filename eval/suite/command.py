@@ -16,7 +16,7 @@ from eval.comparison import HINDSIGHT, check_draws
 from eval.executor import Executor, ExecutorName
 from eval.results import OPTIONS, RESULTS, Kind, Results
 from eval.routing import MOST_NODES
-from eval.suite.cells import cells, recorded_cells
+from eval.suite.cells import NODE, cells, recorded_cells
 from eval.suite.entries import entries
 from eval.suite.families import FAMILIES
 from eval.suite.given import read_decision, read_map
@@ -144,6 +144,8 @@ def plan_of(args: Args) -> Plan:
     size = replace(size, seeds=seeds, first=args.seed, nodes=nodes, cluster_seeds=min(size.cluster_seeds, seeds))
     found = cells(args.families or (QUICK_FAMILIES if args.quick else tuple(FAMILIES)))
     if args.traces is not None:
+        if all(cell.family != NODE for cell in found):
+            raise UserError(f"--traces: recorded arrivals are served by the node of {NODE}; add it to --families")
         found += recorded_cells(args.traces)
     policy = args.policy if args.policy is not None else next((Path(name) for name in shipped_names()[::-1]), None)
     chosen = entries(policy, args.controller, [cell.scenario for cell in found], args.beside)
@@ -157,7 +159,8 @@ def executor_of(args: Args) -> Executor:
 
 def _check_files(args: Args) -> None:
     """Raise UserError unless every file can be written, now and not after the work."""
-    check_outputs(args.overwrite, (args.policy, *args.beside, args.traces), json=args.json)
+    inputs = (args.policy, *args.beside, args.traces, args.map, args.decision)
+    check_outputs(args.overwrite, inputs, json=args.json)
     if args.json is not None:
         figures, folder = Path(os.path.realpath(args.json)), Path(os.path.realpath(args.output))
         if figures in (folder, *folder.parents) or figures in [folder / name for name in FILES]:
@@ -174,7 +177,7 @@ def _announce(plan: Plan, args: Args) -> None:
     took = minutes(list(plan.stage_cpu_s().values()), args.jobs)
     rates = ", ".join(f"{US_PER_REQUEST[family]:g} us ({family})" for family in plan.families)
     cluster = f", and {plan.size.nodes} nodes" if plan.clustered is not None else ""
-    Console(stderr=True, highlight=False).print(
+    Console(stderr=True, highlight=False, markup=False, emoji=False).print(
         f"{len(plan.cells)} loads, {plan.size.seeds} draws each, {len(plan.entries)} controllers beside the statics"
         f"{cluster}: about {took:.0f} minutes on {args.jobs} cores, at {rates} a request; less what {args.output} has."
     )

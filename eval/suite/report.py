@@ -91,8 +91,8 @@ def headline(summary: Summary, found: Sequence[Goal]) -> str:
 
 
 def _than(ratio: float) -> str:
-    if ratio >= 1.995:
-        return f"{change(ratio)}"
+    if ratio >= 2:  # from which on `change` shows a multiple
+        return change(ratio)
     return f"{abs(100 * (ratio - 1)):.1f} % {'above' if ratio >= 1 else 'below'}"
 
 

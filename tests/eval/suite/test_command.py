@@ -13,6 +13,7 @@ from eval.suite.command import FIGURES, REPORT
 from eval.suite.runs import RUNS
 from helm_rl.cli import main as cli
 from tests.eval.conftest import MakeBundle
+from tests.eval.suite.test_cells import azure
 from tests.eval.suite.worlds import SMALL, small_plan
 
 
@@ -79,3 +80,25 @@ def test_the_whole_way_on_a_small_node(
     assert (out / RESULTS).read_bytes() == before
     assert json.loads((out / FIGURES).read_text())["figures"] == figures
     assert cli(["eval", "compare", str(out), str(out)]) == 0
+
+
+def test_what_is_shown_in_the_report_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    map_folder, decision = tmp_path / "map", tmp_path / "decision.json"
+    map_folder.mkdir()
+    decision.write_text("{}")
+    for given, json_file in ((("--decision", decision), decision), (("--map", map_folder), map_folder / "cells.json")):
+        arguments = ["--json", str(json_file), "--overwrite", *map(str, given)]
+        assert cli(["eval", "suite", "--output", str(tmp_path / "out"), *arguments]) == 2
+        assert "is what is read, or lies in it" in capsys.readouterr().err
+
+
+def test_recorded_arrivals_need_the_node_that_serves_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    azure(tmp_path / "azure.csv", [0.0, 1.0, 3.0])
+    arguments = ["--output", str(tmp_path / "out"), "--traces", str(tmp_path), "--families", "hstu"]
+    assert cli(["eval", "suite", *arguments]) == 2
+    assert "served by the node of decoder; add it to --families" in capsys.readouterr().err
+
+
+def test_a_folder_s_name_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    command._announce(small_plan(), command.Args(output=Path("out[/b]:boom:")))
+    assert "out[/b]:boom:" in capsys.readouterr().err

@@ -15,6 +15,8 @@ Floats = npt.NDArray[np.float64]
 
 RESAMPLES = 10_000
 """Bootstrap resamples behind every interval."""
+MOST_PAIRS = 1 << 20
+"""Pairs of values that are compared at once."""
 
 
 def survival_curve(latency_ms: npt.NDArray[np.floating], points: int = 240) -> tuple[Floats, Floats]:
@@ -95,7 +97,7 @@ def improvement_interval(
         return None
     rng = np.random.default_rng(seed)
     pairs = zip(_resampled(first, rng, resamples), _resampled(second, rng, resamples), strict=True)
-    return _ends(np.mean([_below(one, other) for one, other in pairs], axis=0), level)
+    return _ends(np.mean([_below_each(one, other) for one, other in pairs], axis=0), level)
 
 
 def _whole(strata: Sequence[npt.ArrayLike]) -> list[Floats] | None:
@@ -114,6 +116,12 @@ def _below(one: Floats, other: Floats) -> Floats:
     left, right = one[..., :, None], other[..., None, :]
     share: Floats = ((left < right) + 0.5 * (left == right)).mean(axis=(-2, -1))
     return share
+
+
+def _below_each(one: Floats, other: Floats) -> Floats:
+    """`_below` of each resample, float64[resamples], a few at a time: all their pairs at once may be gigabytes."""
+    rows = max(1, MOST_PAIRS // (one.shape[1] * other.shape[1]))
+    return np.concatenate([_below(one[k : k + rows], other[k : k + rows]) for k in range(0, len(one), rows)])
 
 
 def _ends(statistic: Floats, level: float) -> tuple[float, float]:

@@ -25,7 +25,8 @@ class Args:
     """Lay two suites side by side: P99 of each controller in RUN_B over that in RUN_A, on the same arrivals.
 
     Loads that both have are compared, on the draws that both have; controllers that both have, by their names: the
-    policies of both are one pair, whatever their bundles. Whoever came to the same in both is counted, not listed.
+    policies of both are one pair, whatever their bundles. Whoever came to the same in both is counted, not listed; what
+    only one of them has is named.
 
     Figures written by --json: compare.<family>.<pattern>.<controller>.p99_ratio (interquartile mean over the draws),
     compare.all.<controller>.{p99_ratio, improvement}: over all loads, and the probability that a draw's P99 is lower in
@@ -66,7 +67,8 @@ class Pair:
 def main(args: Args) -> None:
     """Print the tables and write the figures."""
     check_outputs(args.overwrite, (args.run_a, args.run_b), json=args.json)
-    found = pairs(read_runs(args.run_a), read_runs(args.run_b))
+    first, second = read_runs(args.run_a), read_runs(args.run_b)
+    found = pairs(first, second)
     out = console()
     differ = [pair for pair in found if not pair.same]
     if differ:
@@ -74,6 +76,8 @@ def main(args: Args) -> None:
         out.print(_overall(found, {pair.key for pair in differ}))
     rest = len(found) - len(differ)
     out.print(f"{rest} of {len(found)} controllers on the loads of both came to the same P99s in both.", style="dim")
+    if lines := left_out(first, second):
+        out.print(f"Not compared: {'; '.join(lines)}.", style="dim")
     if args.json is not None:
         write_figures(args.json, figures(found))
 
@@ -93,6 +97,26 @@ def pairs(first: Read, second: Read) -> list[Pair]:
     if not found:
         raise UserError(f"{first.folder} and {second.folder} have no load with the same arrivals in common")
     return found
+
+
+def left_out(first: Read, second: Read) -> list[str]:
+    """Return what `pairs` leaves out, and why: loads, then draws and controllers of the loads that are compared."""
+    loads, draws = [], []
+    controllers: dict[str, str] = {}
+    for name in dict.fromkeys((*first.runs.cells, *second.runs.cells)):
+        one, other = first.runs.cells.get(name), second.runs.cells.get(name)
+        if one is None or other is None:
+            loads.append(f"{name} (only in {'B' if one is None else 'A'})")
+        elif one.scenario != other.scenario:
+            loads.append(f"{name} (another scenario in B)")
+        elif not set(one.traces) & set(other.traces):
+            loads.append(f"{name} (other arrivals in B)")
+        else:
+            if alone := len(set(one.traces) ^ set(other.traces)):
+                draws.append(f"{alone} draw{'s' if alone > 1 else ''} of {name} (only in one)")
+            controllers |= {key: "A" for key in one.controllers if key not in other.controllers}
+            controllers |= {key: "B" for key in other.controllers if key not in one.controllers}
+    return [*loads, *draws, *(f"{key} (only in {where})" for key, where in controllers.items())]
 
 
 def _p99(cell: Cell, key: str, traces: list[str]) -> tuple[float, ...]:

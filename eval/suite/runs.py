@@ -50,6 +50,8 @@ class Cell(_Part):
                 raise ValueError(f"{key} has the values {', '.join(measured.values)}, not {', '.join(MEASURES)}")
             if any(len(values) != len(self.traces) for values in measured.values.values()):
                 raise ValueError(f"{key} has not a value for each of the {len(self.traces)} traces")
+            if any(value is not None and value <= 0 for value in measured.values["p99_ms"]):
+                raise ValueError(f"{key} has a p99_ms that is no latency")
         return self
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from eval import statistics
 from eval.statistics import (
     bootstrap_interval,
     improvement,
@@ -144,3 +145,21 @@ def test_the_interval_of_an_improvement_is_near_scipys() -> None:
     found = improvement_interval([ours], [theirs], resamples=4000)
     assert found == pytest.approx(tuple(theirs_interval), abs=0.02)
     assert found == improvement_interval([ours], [theirs], resamples=4000)
+
+
+def test_pairs_are_compared_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    ours, theirs = [rng.normal(size=7), rng.normal(size=4)], [rng.normal(size=6), rng.normal(size=9)]
+    whole = improvement_interval(ours, theirs, resamples=100)
+    pairs: list[int] = []
+    below = statistics._below
+
+    def counted(one: statistics.Floats, other: statistics.Floats) -> statistics.Floats:
+        pairs.append(one.size * other.shape[-1])
+        return below(one, other)
+
+    monkeypatch.setattr(statistics, "MOST_PAIRS", 300)
+    monkeypatch.setattr(statistics, "_below", counted)
+    assert improvement_interval(ours, theirs, resamples=100) == whole
+    assert max(pairs) <= 300
+    assert sum(pairs) == 100 * (7 * 6 + 4 * 9)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eval.comparison import DEPLOYABLE, POLICY
-from eval.suite.compare import figures, pairs
+from eval.suite.compare import figures, left_out, pairs
 from eval.suite.runs import MEASURES, RUNS, Read, Runs, read_runs, write_runs
 from eval.suite.suite import Suite
 from eval.suite.summary import Summary, summarise
@@ -110,3 +110,38 @@ def test_what_is_no_suite_is_a_sentence(
     said_here = capsys.readouterr()
     assert said in said_here.err
     assert said_here.out == ""
+
+
+def test_what_is_left_out_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = read_runs(run)
+    document = json.loads((run / RUNS).read_text())
+    cells = document["cells"]
+    del cells["hstu.burst"]["controllers"]["naive"]
+    cells["new.load"] = cells.pop("decoder.steady")
+    cells["decoder.trend"]["scenario"] = "another"
+    cells["decoder.burst"]["traces"] = ["x", "y"]
+    cells["hstu.trend"]["traces"][0] = "z"
+    other = run.parent / "b"
+    other.mkdir()
+    (other / RUNS).write_text(json.dumps(document))
+    assert left_out(one, read_runs(other)) == [
+        "decoder.steady (only in A)",
+        "decoder.trend (another scenario in B)",
+        "decoder.burst (other arrivals in B)",
+        "new.load (only in B)",
+        "2 draws of hstu.trend (only in one)",
+        "naive (only in A)",
+    ]
+    assert cli(["eval", "compare", str(run), str(other)]) == 0
+    assert "Not compared: decoder.steady (only in A);" in capsys.readouterr().out
+    assert cli(["eval", "compare", str(run), str(run)]) == 0
+    assert "Not compared" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [0, -1.5])
+def test_a_p99_that_is_no_latency_is_a_sentence(run: Path, capsys: pytest.CaptureFixture[str], value: float) -> None:
+    document = json.loads((run / RUNS).read_text())
+    document["cells"]["decoder.burst"]["controllers"][POLICY]["values"]["p99_ms"][0] = value
+    (run / RUNS).write_text(json.dumps(document))
+    assert cli(["eval", "compare", str(run), str(run)]) == 2
+    assert "cells.decoder.burst: policy has a p99_ms that is no latency" in capsys.readouterr().err

@@ -127,6 +127,7 @@ def main(args):
         episodic = f"{np.mean(returns):.3f}" if returns else "no episode ended"
         print(f"steps {steps}, episodic return {episodic}, {sps:.0f} steps/s", flush=True)
     envs.close()
+    return agent
 
 
 if __name__ == "__main__":

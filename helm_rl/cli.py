@@ -85,6 +85,7 @@ COMMANDS: dict[str, Command] = {
         "measuring", "eval.bench_decision:main", "how long decisions on alpha and on routing take"
     ),
     "bench env": Command("measuring", "eval.bench_env:main", "simulated requests per second, and where the time goes"),
+    "bench train": Command("measuring", "eval.bench_train:main", "what a training takes beside the simulator"),
     "bench live": Command(
         "measuring", "eval.bench_live:main", "replay a trace on the live engine, and check every byte"
     ),

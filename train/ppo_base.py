@@ -80,6 +80,8 @@ from helm_rl.figures import command
 from helm_rl.metrics import mean_regret
 from helm_rl.shipped import bundle_path
 from train.charts import Hyperparameters, episode_steps, look_figure
+from train.minibatch import Batch, Gradient, Steps, forward, layers_of
+from train.normalising import Normalising
 from train.state import Loop, capture, network_section, policy_of, restore
 
 if TYPE_CHECKING:
@@ -771,6 +773,9 @@ def learn(
             for first in (net.actor[0], net.critic[0]):
                 first.weight *= read  # type: ignore[operator]
     optimiser = torch.optim.Adam(net.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    gradient = Gradient(net, args.norm_adv, args.clip_coef, args.ent_coef, args.vf_coef)
+    steps = Steps(net, optimiser, args.max_grad_norm)
+    normalising, actor_layers = Normalising(net.normaliser), layers_of(net.actor)
 
     # Storage: observations as they were normalised when acted on; the same memory by step and as one batch
     steps_by_envs = (args.num_steps, args.num_envs)
@@ -893,18 +898,18 @@ def learn(
                 noise *= net.log_std.exp()
                 for step in range(args.num_steps):
                     global_step = iteration * batch_size + (step + 1) * args.num_envs
-                    raw_obs = torch.as_tensor(obs)
-                    net.normaliser.update(raw_obs)
-                    obs_at[step] = net.normaliser(raw_obs) * read
-                    means_at[step] = net.actor(obs_at[step])
-                    actions_at[step] = means_at[step] + noise[step]
-                    action = np.clip(actions_at[step].numpy(), action_space.low, action_space.high)
+                    normalising(obs, obs_at[step].numpy())
+                    obs_at[step] *= read
+                    means_at[step] = forward(actor_layers, obs_at[step])[1]
+                    drawn = torch.add(means_at[step], noise[step], out=actions_at[step]).numpy()
+                    action = np.minimum(np.maximum(drawn, action_space.low), action_space.high)
                     action_log[logged] = action
                     logged += 1
                     obs, reward, terminated, truncated, infos = envs.step(action)
                     rewards[step] = reward
                     ends[step] = terminated | truncated
-                    check_finite(f"{args.env_id}, step {global_step}", reward=rewards[step], observation=obs)
+                    if not (np.isfinite(rewards[step]).all() and np.isfinite(obs).all()):
+                        check_finite(f"{args.env_id}, step {global_step}", reward=rewards[step], observation=obs)
                     episode_return += rewards[step]
                     episode_length += 1
                     if ends[step].any():
@@ -941,40 +946,22 @@ def learn(
 
             # Optimising the policy and the value network; a value network that knows nothing would spoil a good start
             policy_weight = 0.0 if args.start is not None and iteration < args.critic_first else 1.0
+            batch = Batch(b_obs, b_actions, b_logprobs, b_advantages, b_targets)
             clipfracs = []
             for _ in range(args.update_epochs):
                 b_inds = torch.randperm(batch_size, generator=generator)
-                for mb_inds in b_inds.split(minibatch_size):
-                    mb_obs = b_obs[mb_inds]
-                    newlogprob = net.log_prob(net.actor(mb_obs), b_actions[mb_inds])
-                    logratio = newlogprob - b_logprobs[mb_inds]
-                    ratio = logratio.exp()
-                    with torch.no_grad():
-                        # Two estimates of the KL divergence (Schulman 2020, "Approximating KL divergence")
-                        old_approx_kl = (-logratio).mean()
-                        approx_kl = ((ratio - 1) - logratio).mean()
-                        clipfracs.append(((ratio - 1.0).abs() > args.clip_coef).float().mean())
-
-                    mb_adv = b_advantages[mb_inds]
-                    if args.norm_adv:
-                        mb_adv = (mb_adv - mb_adv.mean()) / (mb_adv.std() + 1e-8)
-                    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-                    pg_loss = -torch.min(mb_adv * ratio, mb_adv * clipped).mean()
-                    v_loss = 0.5 * (net.scaled_value(mb_obs) - b_targets[mb_inds]).square().mean()
-                    entropy = net.entropy()
-                    loss = policy_weight * (pg_loss - args.ent_coef * entropy) + args.vf_coef * v_loss
-
-                    optimiser.zero_grad()
-                    loss.backward()
-                    grad_norm = torch.nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm)
-                    if not math.isfinite(loss.item()) or not math.isfinite(grad_norm.item()):
+                for minibatch in batch.minibatches(b_inds, minibatch_size):
+                    losses = gradient(minibatch, policy_weight)
+                    clipfracs.append(losses.clip_fraction)
+                    grad_norm = steps.clip()
+                    if not math.isfinite(losses.total.item()) or not math.isfinite(grad_norm.item()):
                         raise UserError(
-                            f"in iteration {iteration + 1} the loss became {loss.item()} (gradient norm "
+                            f"in iteration {iteration + 1} the loss became {losses.total.item()} (gradient norm "
                             f"{grad_norm.item()}); the checkpoint after iteration {iteration} is kept in "
                             f"{run}; a smaller --learning-rate (now {args.learning_rate:g}) may help"
                         )
-                    optimiser.step()
-                if args.target_kl is not None and approx_kl > args.target_kl:
+                    steps.step()
+                if args.target_kl is not None and losses.approx_kl > args.target_kl:
                     break
 
             # Recording what the iteration gave
@@ -983,11 +970,11 @@ def learn(
             sps = (iteration - start_iteration) * batch_size / (time.perf_counter() - started)
             statistics = {
                 "charts/learning_rate": lr,
-                "losses/value_loss": v_loss.item(),
-                "losses/policy_loss": pg_loss.item(),
-                "losses/entropy": entropy.item(),
-                "losses/old_approx_kl": old_approx_kl.item(),
-                "losses/approx_kl": approx_kl.item(),
+                "losses/value_loss": losses.value.item(),
+                "losses/policy_loss": losses.policy.item(),
+                "losses/entropy": losses.entropy.item(),
+                "losses/old_approx_kl": losses.old_approx_kl.item(),
+                "losses/approx_kl": losses.approx_kl.item(),
                 "losses/clipfrac": float(torch.stack(clipfracs).mean()),
                 "losses/explained_variance": None if math.isnan(explained_var) else explained_var,
             }

@@ -135,6 +135,7 @@ def test_the_commands_of_this_release() -> None:
         "bench engine",
         "bench decision",
         "bench env",
+        "bench train",
         "bench live",
         "bench control",
         "bench telemetry",

@@ -22,12 +22,11 @@ from eval.command import console, figure_table, fitting_bundle
 from eval.control.faults import BAD_BUNDLE, END, FAULTS, GOOD_BUNDLE, KILL, beats
 from eval.control.process import ControlProcess
 from eval.control.proxy import FaultProxy
-from eval.growth import GROWTH_LIMIT_MIB, memory_growth
+from eval.growth import GROWTH_LIMIT_MIB, held_mib, memory_growth
 from helm_rl.checkpoint import POLICY_FILE, BoundsSection
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
-from helm_rl.memory import resident_bytes
 from helm_rl.metrics import SHED_FACTOR
 from helm_rl.runtime.counters import Cause
 from helm_rl.runtime.server import HookServer
@@ -79,6 +78,9 @@ class Args:
     """Seconds between decisions, one that the policy was trained for."""
     compute_scale: float = 0.25
     """Times the compute time of the scenario's profile that the stand-in for the model takes."""
+    speed: float = 1.0
+    """Requests arrive this many times faster than the scenario says. What is served is computed twice, once to be
+    checked: where that is more than this machine can do, requests queue, and hold memory while they do."""
     table_rows: int = 1 << 21
     """Rows of each of the four host tables."""
     json: Path | None = None
@@ -97,9 +99,11 @@ def main(args: Args) -> None:
     check_outputs(args.overwrite, (args.scenario, args.bundle), json=args.json)
     if not 0 < args.seconds <= 86_400:  # NaN is not
         raise UserError(f"--seconds must be above 0 and at most 86,400, got {args.seconds}")
+    if not 0.01 <= args.speed <= 100:
+        raise UserError(f"--speed must be .01 to 100, got {args.speed}")
     given = load_scenario(args.scenario)
     control = given.control.model_copy(update={"interval_s": args.interval_s})
-    longer = {"seconds": given.warm_s + args.seconds + _SLACK_S, "control": control}
+    longer = {"seconds": given.warm_s + args.speed * (args.seconds + _SLACK_S), "control": control}
     scenario = Scenario.model_validate(given.model_copy(update=longer).model_dump())
     bounds = fitting_bundle(args.bundle, scenario).config.bounds
     with Progress(
@@ -163,6 +167,7 @@ def measure(args: Args, scenario: Scenario, bounds: BoundsSection, progress: Pro
     node = LiveNode(
         scenario,
         generate(scenario, seed=scenario.seed),
+        speed=args.speed,
         compute_scale=args.compute_scale,
         table_rows=args.table_rows,
         verify=True,
@@ -211,7 +216,7 @@ class _Run:
                     process = self._heed(self._next_event(process), process)
                     self._seconds = time.monotonic() - begun_s
                     if self._cycles:
-                        self._memory.append((self._seconds, resident_bytes() / 2**20))
+                        self._memory.append((self._seconds, held_mib()))
                     progress.update(task, completed=min(self._seconds, self._args.seconds))
                 self._count(process)
                 self._exit_status = process.end()

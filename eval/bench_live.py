@@ -11,11 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from eval.command import console, figure_table
-from eval.growth import GROWTH_LIMIT_MIB, memory_growth
+from eval.growth import GROWTH_LIMIT_MIB, held_mib, memory_growth
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
-from helm_rl.memory import resident_bytes
 from helm_rl.metrics import p99_ms
 from helm_rl.scenario import load_scenario
 from helm_rl.workloads.trace import Trace
@@ -52,7 +51,8 @@ class Args:
     warm_s: float = 30.0
     """Real time served before it, from which memory is measured; before that, as much is served without waiting."""
     speed: float = 1.0
-    """Requests arrive this many times faster than the trace says."""
+    """Requests arrive this many times faster than the trace says. What is served is computed twice, once to be checked:
+    where that is more than this machine can do, requests queue, and hold memory while they do."""
     backend: Literal["cpu", "cuda"] = "cpu"
     """Where the pool and the network are."""
     table_rows: int = 1 << 21
@@ -161,7 +161,7 @@ def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progr
             moved += info["window"].moved_pages
             resizes += info["window"].moved_pages > 0
             time_s.append((env.node.now_ns - first_ns) * 1e-9)
-            rss_mib.append(resident_bytes() / 2**20)
+            rss_mib.append(held_mib())
         # A machine that is late takes several intervals in one step.
         if over:
             break

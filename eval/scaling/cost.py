@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from envs.serving.cluster import CLUSTER_SAMPLED_SLOTS, ClusterSim
 from envs.serving.node import ServedTrace
@@ -94,7 +95,7 @@ def prepare() -> Row:
     Where it has to be compiled first, that takes memory: it should be in another process than a measurement.
     """
     cluster, _ = _run(load_of(2, COMPILED_SHARE))
-    serve_without_router(cluster)
+    serve_without_router(cluster, cluster.node_of.copy())
     arithmetic(1)
     _load_ns()
     return {}
@@ -117,7 +118,8 @@ def measure(nodes: int, share: float, parts: bool, least_s: float = 0.0) -> Row:
     arrivals_s, setup_s, loop_s, python_s = (min(column) for column in zip(*rounds, strict=True))
     placed_s = alone_s = float("nan")
     if parts:
-        again = [serve_without_router(cluster) for _ in rounds]
+        placed = cluster.node_of.copy()
+        again = [serve_without_router(cluster, placed) for _ in rounds]
         placed_s, alone_s = (min(column) for column in zip(*again, strict=True))
     found = Cost(
         nodes=nodes,
@@ -136,13 +138,14 @@ def measure(nodes: int, share: float, parts: bool, least_s: float = 0.0) -> Row:
     return asdict(found)
 
 
-def serve_without_router(cluster: ClusterSim) -> tuple[float, float]:
-    """Serve again what a cluster has served, each request where it was: in order of arrival, and node by node.
+def serve_without_router(cluster: ClusterSim, placed: npt.NDArray[np.int16]) -> tuple[float, float]:
+    """Serve again what a cluster has served, each request on the node that `placed` [n] has: by arrival, node by node.
 
     Returns the CPU seconds of both. The nodes do the same work; node by node each is served while the processor's
     caches hold it and no other. They are left as they are at the end, their queues not yet empty.
     """
-    placed = cluster.node_of.copy()
+    if placed.min() < 0:
+        raise ValueError("a request has no node: a cluster forgets where its requests were when it is reset")
     by_arrival = np.arange(placed.size)
     by_node = np.argsort(placed, kind="stable")
     took_s = []

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from eval.plots import INK, OTHERS, SOFT, log_ms, page
 from eval.scaling.summary import Scaling
 
-_MARGIN = 1.4
+_MARGIN = 1.8
 """Room beside the outermost points, as a factor."""
 
 
@@ -27,9 +27,9 @@ def draw_scaling(path: Path, found: Scaling) -> None:
         _line(right, nodes, per_hour, 1)
         linear = [per_hour[0] * nodes[0] / count for count in nodes]
         right.plot(
-            nodes, linear, color=SOFT, linewidth=0.9, linestyle=(0, (4, 3)), label="as one node's cost per request"
+            nodes, linear, color=SOFT, linewidth=0.9, linestyle=(0, (4, 3)), label="at one node's cost of a request"
         )
-        right.set_ylabel("runs of the suite's length per hour on a core (log)")
+        right.set_ylabel("runs per hour on one core (log)")
         right.legend(loc="upper right")
         for axes, values in ((left, cost_us), (right, per_hour + linear)):
             axes.set_ylim(min(values) / _MARGIN, max(values) * _MARGIN)
@@ -42,7 +42,7 @@ def draw_scaling(path: Path, found: Scaling) -> None:
                 )  # fmt: skip
             axes.set_xscale("log", base=2)
             axes.set_xlim(nodes[0] / _MARGIN, nodes[-1] * _MARGIN)
-            axes.set_xticks(nodes, [f"{count:,}" for count in nodes])
+            axes.set_xticks(nodes, [f"{count:,}" if k % 2 == 0 else "" for k, count in enumerate(nodes)])
             axes.xaxis.set_minor_locator(NullLocator())
             axes.set_xlabel("nodes (log)")
 
@@ -54,6 +54,6 @@ def _line(axes: Axes, nodes: list[int], values: list[float], number: int) -> Non
     for at in (0, len(nodes) - 1):
         text = f"{values[at]:,.0f}" if values[at] >= 100 else f"{values[at]:.3g}"
         axes.annotate(
-            text, (nodes[at], values[at]), xytext=(0, 7), textcoords="offset points", ha="center", color=INK,
+            text, (nodes[at], values[at]), xytext=(0, 9), textcoords="offset points", ha="center", color=INK,
             fontweight="bold",
         )  # fmt: skip

@@ -39,7 +39,7 @@ def test_without_a_router_the_nodes_do_the_same_work() -> None:
     plain = replay_cluster(scenario, cluster.trace, lambda: StaticAlpha(ALPHA), alpha0=ALPHA)
     assert np.array_equal(plain.latency_ms, routed_ms)
 
-    assert all(each > 0 for each in serve_without_router(cluster))  # which ends node by node
+    assert all(each > 0 for each in serve_without_router(cluster, placed))  # which ends node by node
     for order in (None, np.arange(placed.size)):
         if order is not None:
             cluster.reset(ALPHA)
@@ -48,18 +48,27 @@ def test_without_a_router_the_nodes_do_the_same_work() -> None:
             node.empty_queues()
         assert np.array_equal(cluster.latency_ms, routed_ms)
 
+    cluster.reset(ALPHA)
+    with pytest.raises(ValueError, match="a request has no node"):
+        serve_without_router(cluster, cluster.node_of)
+
     cluster.reset(ALPHA)  # another place is another load for the nodes: the placement is what counts
     serve_placed(cluster.state, np.arange(placed.size), np.zeros_like(placed))
     assert not np.array_equal(cluster.latency_ms, routed_ms)
 
 
 def test_a_size_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-    real = cost._run
+    runs, places = [], []
+    real, real_again = cost._run, serve_without_router
     monkeypatch.setattr(cost, "LOADED_BYTES", 1 << 16)
     monkeypatch.setattr(cost, "_run", lambda *given: runs.append(given) or real(*given))
+    monkeypatch.setattr(
+        cost, "serve_without_router", lambda *given: places.append(given[1].copy()) or real_again(*given)
+    )
     row = measure(2, 0.005, parts=True, least_s=1e9)
     assert len(runs) == 1 + cost.MOST_ROUNDS  # the first loads what is compiled
+    assert len(places) == 1 + cost.MOST_ROUNDS
+    assert all(np.array_equal(place, places[1]) for place in places[1:])
     found = cost.Cost(**row)
     assert found.requests == pytest.approx(expected_requests(load_of(2, 0.005)), rel=0.2)
     assert 0 < found.alone_s < 10

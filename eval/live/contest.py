@@ -63,7 +63,8 @@ class Result:
 
     def shed(self, slo_ms: float) -> int:
         """Return how many requests were refused."""
-        return int((self.latency_ms >= SHED_FACTOR * slo_ms).sum())
+        # Latencies are kept in float32, and this one need not be a number of it.
+        return int((self.latency_ms == np.float32(SHED_FACTOR * slo_ms)).sum())
 
     def ratio_gap(self, swept: Sweep) -> float:
         """Return the mean distance of alpha, in each segment's settled half, to the model clock's best one there."""

@@ -198,9 +198,10 @@ class _Calibrating:
         gather_gb_s = speeds.gather_gb_s(self._tables, args.backend)
         linear = np.array([batch.linear_flop for batch in batches])
         pair = np.array([batch.pair_flop for batch in batches])
+        fitted = fit_batches(linear, pair, np.array([batch.ms for batch in batches]), peak * 1e-3)
         profile = HardwareProfile(
-            peak_tflop_s=peak * 1e-3,
-            **fit_batches(linear, pair, np.array([batch.ms for batch in batches]), peak * 1e-3),
+            **speeds_of(peak * 1e-3, fitted["linear_efficiency"], fitted["pair_efficiency"]),
+            batch_ms=fitted["batch_ms"],
             request_ms=0.0,
             local_gb_s=gather_gb_s,
             pcie_gb_s=copy_gb_s,
@@ -217,8 +218,9 @@ class _Calibrating:
             in_service = errors.slowdown(node)
             profile = replace(
                 profile,
-                linear_efficiency=min(1.0, profile.linear_efficiency / in_service),
-                pair_efficiency=min(1.0, profile.pair_efficiency / in_service),
+                **speeds_of(
+                    profile.peak_tflop_s, profile.linear_efficiency / in_service, profile.pair_efficiency / in_service
+                ),
                 batch_ms=profile.batch_ms * in_service,
                 request_ms=errors.fixed_ms(node),
             )
@@ -241,6 +243,19 @@ class _Calibrating:
         hardware = base.hardware.model_copy(update={"profile": str(file)})
         load = errors.at_busy(base.model_copy(update={"hardware": hardware}), busy, _ALPHA)
         return LiveNode(load, generate(load, seed=seed), backend=self._args.backend, tables=self._tables)
+
+
+def speeds_of(peak_tflop_s: float, linear_efficiency: float, pair_efficiency: float) -> dict[str, float]:
+    """Return these fields of a profile with shares of at most 1 and the same speeds.
+
+    Work that was faster than the peak says that something disturbed the product by which the peak was measured.
+    """
+    above = max(1.0, linear_efficiency, pair_efficiency)
+    return {
+        "peak_tflop_s": peak_tflop_s * above,
+        "linear_efficiency": linear_efficiency / above,
+        "pair_efficiency": pair_efficiency / above,
+    }
 
 
 def _memory_gib(backend: str) -> float:

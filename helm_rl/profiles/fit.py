@@ -156,6 +156,8 @@ def fit_batches(linear: FloatArray, pair: FloatArray, ms: FloatArray, peak_tflop
         (linear_ms, pair_ms), batch_ms = least_squares([linear, pair], ms), 0.0
     if not (linear_ms >= peak_ms and pair_ms >= peak_ms):
         linear_ms, batch_ms = least_squares([linear + pair, ones], ms)
+        if batch_ms < 0:
+            (linear_ms,), batch_ms = least_squares([linear + pair], ms), 0.0
         pair_ms = linear_ms
     return {"linear_efficiency": peak_ms / linear_ms, "pair_efficiency": peak_ms / pair_ms, "batch_ms": batch_ms}
 

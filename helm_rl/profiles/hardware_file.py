@@ -40,9 +40,15 @@ class _Document(BaseModel):
 
 def save_hardware(path: Path, profile: HardwareProfile) -> None:
     """Write a profile, whole or not at all."""
-    # What JSON says of numbers, text and lists of text, TOML reads as the same.
-    lines = [f"{name} = {json.dumps(value)}" for name, value in dataclasses.asdict(profile).items()]
+    lines = [f"{name} = {_toml(value)}" for name, value in dataclasses.asdict(profile).items()]
     write_text(path, "\n".join(lines) + "\n")
+
+
+def _toml(value: object) -> str:
+    """Return a number, text or list of text as TOML, which reads JSON as the same, but for what JSON escapes in two
+    halves (characters past 16 bits, as in the name of a file) and for DEL.
+    """
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def load_hardware(path: Path) -> HardwareProfile:

@@ -172,6 +172,29 @@ def test_a_pause_stops_the_clock_and_loses_nothing(make: Make) -> None:
     assert node.totals.wrong_scores == 0
 
 
+def test_a_clock_that_goes_on_while_it_is_read_has_a_time() -> None:
+    """Another thread resumes the node between two looks at whether it stands."""
+
+    class Resumed(LiveNode):
+        looks = iter((7, None))
+        _paused_ns = property(lambda self: next(self.looks))  # type: ignore[assignment]
+
+    assert Resumed.__new__(Resumed).clock_ns() == 7
+
+
+def test_no_page_moves_while_the_clock_stands(make: Make) -> None:
+    node = make(small(control__migrate_pages_per_s=200, control__tick_s=0.01))
+    node.reset(0.2, 0)
+    node.set_target(0.8)
+    node.pause()
+    time.sleep(0.02)  # a tick that was under way
+    alpha = node.alpha
+    time.sleep(0.1)
+    assert node.alpha == alpha < 0.5
+    node.resume()
+    until(lambda: node.alpha > alpha)
+
+
 def test_batches_are_numbered_and_hold_what_was_ready(make: Make) -> None:
     node = make(small(hardware__max_batch=4), returning(12, 3, every_ms=0.0, grow=30))
     node.reset(0.5, 0)

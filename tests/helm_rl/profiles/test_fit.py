@@ -158,6 +158,16 @@ def test_batches_of_known_times_give_the_speeds_back(batch_ms: float) -> None:
     assert found == pytest.approx({"linear_efficiency": 0.4, "pair_efficiency": 0.25, "batch_ms": batch_ms}, abs=1e-6)
 
 
+def test_a_batch_of_one_speed_for_all_costs_at_least_nothing() -> None:
+    """Attention looks faster than the peak, so one speed is fitted; times grow faster than the work."""
+    linear, pair = np.array([1e9, 2e9, 4e9]), np.array([1e9, 3e9, 5e9])
+    ms = np.array([1.0, 3.0, 9.0])
+    found = fitting.fit_batches(linear, pair, ms, peak_tflop_s=2.0)
+    (ms_per_flop,) = fitting.least_squares([linear + pair], ms)
+    assert found["batch_ms"] == 0
+    assert found["linear_efficiency"] == found["pair_efficiency"] == pytest.approx(1e-9 / 2.0 / ms_per_flop)
+
+
 def test_a_batch_costs_at_least_nothing() -> None:
     linear = np.array([1e9, 2e9, 5e8, 4e9])
     pair = np.array([1e8, 3e9, 2e9, 1e7])

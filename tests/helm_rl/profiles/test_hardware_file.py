@@ -16,7 +16,9 @@ from helm_rl.scenario import HardwareSection, load_scenario
 @pytest.mark.parametrize("name", HARDWARE)
 def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
     profile = replace(
-        HARDWARE[name], source='a "source", of\nlines \\ and ümlauts', linear_efficiency=0.123456789012345
+        HARDWARE[name],
+        source='a "source", of\nlines \\ and ümlauts \U0001f600 \x7f',
+        linear_efficiency=0.123456789012345,
     )
     save_hardware(tmp_path / "p.toml", profile)
     assert load_hardware(tmp_path / "p.toml") == profile

@@ -101,6 +101,8 @@ def main(args: Args) -> None:
         raise UserError(f"--seconds must be above 0 and at most 86,400, got {args.seconds}")
     if not 0.01 <= args.speed <= 100:
         raise UserError(f"--speed must be .01 to 100, got {args.speed}")
+    if not 0.005 <= args.interval_s <= 10:  # as in a scenario
+        raise UserError(f"--interval-s must be .005 to 10, got {args.interval_s}")
     given = load_scenario(args.scenario)
     control = given.control.model_copy(update={"interval_s": args.interval_s})
     needed = given.warm_s + args.speed * (args.seconds + _SLACK_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -73,6 +74,8 @@ def main(args: Args) -> None:
     for name, value in (("--seconds", args.seconds), ("--warm-s", args.warm_s)):
         if not 0 < value <= 86_400:  # NaN is not
             raise UserError(f"{name} must be above 0 and at most 86,400, got {value}")
+    if not 0.01 <= args.speed <= 100:
+        raise UserError(f"--speed must be .01 to 100, got {args.speed}")
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} s"))
     with Progress(
         *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
@@ -174,6 +177,7 @@ def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progr
     served_ms = node.latency_ms[(node.trace.arrival_ns >= first_ns) & (node.trace.arrival_ns < last_ns)]
     served_ms[np.isnan(served_ms)] = np.inf
     growth, slope = memory_growth(np.array(time_s), np.array(rss_mib))
+    busy_s = end.busy_s - start.busy_s
     return {
         "live.seconds": Figure(time_s[-1], "s", "higher"),
         "live.requests": Figure(end.requests - start.requests, "", "higher"),
@@ -189,5 +193,5 @@ def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progr
         "live.rss_growth_mib": Figure(growth, "MiB", "lower", GROWTH_LIMIT_MIB),
         "live.rss_slope_mib_per_min": Figure(60 * slope, "MiB/min", "lower"),
         "live.p99_ms": Figure(p99_ms(served_ms), "ms", "lower"),
-        "live.engine_share": Figure((end.engine_s - start.engine_s) / (end.busy_s - start.busy_s), "", "lower"),
+        "live.engine_share": Figure((end.engine_s - start.engine_s) / busy_s if busy_s else math.nan, "", "lower"),
     }

@@ -171,6 +171,8 @@ class Network:
             )
         self._torch = torch
         self._cuda = backend == "cuda"
+        if self._cuda and not torch.cuda.is_available():
+            raise UserError("backend 'cuda' needs a PyTorch that finds a GPU, and this one finds none")
         self.dtype = torch.bfloat16 if model.value_bytes == 2 else torch.float32
         shape = HstuShape(
             layers=model.layers,
@@ -221,6 +223,11 @@ class Network:
         last = self._event()
         last.synchronize()
         return round(first.elapsed_time(last) * 1e6)
+
+    def wait(self) -> None:
+        """Wait until all that was asked of a GPU is done."""
+        if self._cuda:
+            self._torch.cuda.current_stream().synchronize()
 
     def warm(self, batch: Sequence[Taken]) -> None:
         """Compute it: later requests find its keys and values."""

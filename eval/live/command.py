@@ -115,8 +115,21 @@ Advance = Callable[[str, float], None]
 def main(args: Args) -> None:
     """Measure, print the tables, write the files asked for."""
     scenario = _check(args)
-    with _progress(_seconds(args)) as advance:
-        report = measure(args, scenario, advance)
+    report = Report()
+    try:
+        with _progress(_seconds(args)) as advance:
+            measure(args, scenario, advance, report)
+    finally:  # what was measured before a part that failed, or before somebody lost patience, has taken its time, too
+        _show(args, scenario, report)
+    if args.json is not None:
+        write_figures(args.json, report.figures)
+    if args.plot is not None:
+        from eval.live.plot import draw_quantiles
+
+        draw_quantiles(args.plot, report.measured)
+
+
+def _show(args: Args, scenario: Scenario, report: Report) -> None:
     out = console()
     for table in report.tables:
         out.print(table)
@@ -125,20 +138,13 @@ def main(args: Args) -> None:
         out.print(figure_table(f"Live, scenario {scenario.name}, backend {args.backend}", goals))
     for note in report.notes:
         out.print(note)
-    if args.plot is not None:
-        from eval.live.plot import draw_quantiles
-
-        draw_quantiles(args.plot, report.measured)
-    if args.json is not None:
-        write_figures(args.json, report.figures)
 
 
-def measure(args: Args, scenario: Scenario, advance: Advance) -> Report:
-    """Measure the parts asked for."""
+def measure(args: Args, scenario: Scenario, advance: Advance, report: Report) -> None:
+    """Measure the parts asked for; each adds to the report."""
     from eval.live.machine import Others
 
     others = Others()
-    report = Report()
     parts: dict[Part, Callable[[Args, Scenario, Report, Advance], None]] = {
         "model": _model,
         "contest": _contest,
@@ -154,7 +160,6 @@ def measure(args: Args, scenario: Scenario, advance: Advance) -> Report:
             f"On the CPU the network has one thread, and the link is paced to {link_gb_s(scenario.hardware):g} GB/s."
         )
     report.notes.append(f"Other processes took {share:.0%} of the processors' time meanwhile.")
-    return report
 
 
 def _model(args: Args, scenario: Scenario, report: Report, advance: Advance) -> None:
@@ -402,8 +407,14 @@ def _check(args: Args) -> Scenario:
             raise UserError(f"{name} must be {least:g} to 86,400, got {value}")
     if not 1 <= args.warm_s <= 86_400:
         raise UserError(f"--warm-s must be 1 to 86,400, got {args.warm_s}")
-    if "model" in args.parts and not all(0.01 <= load <= 0.95 for load in args.loads):
-        raise UserError(f"--loads must lie in .01 to .95, got {' '.join(f'{load:g}' for load in args.loads)}")
+    if "model" in args.parts:
+        given = " ".join(f"{load:g}" for load in args.loads)
+        if not args.loads or not all(0.01 <= load <= 0.95 for load in args.loads):
+            raise UserError(f"--loads must lie in .01 to .95, got {given or 'none'}")
+        if len({f"{load:.0%}" for load in args.loads}) < len(args.loads):
+            raise UserError(f"--loads must be a hundredth apart, got {given}")
+    if not 1 <= args.table_rows < 2**31:
+        raise UserError(f"--table-rows must lie in 1 to {2**31 - 1}, got {args.table_rows}")
     if args.plot is not None and "model" not in args.parts:
         raise UserError("--plot draws what part model measures; leave it in --parts")
     scenario = load_scenario(args.scenario)
@@ -426,4 +437,21 @@ def _check(args: Args) -> Scenario:
             raise UserError(f"--statics must lie in {control.alpha_min:g} to {control.alpha_max:g}, got {alpha:g}")
     if args.policy is not None:
         fitting_bundle(args.policy, scenario)
+    if "overhead" in args.parts:
+        _check_overhead(scenario)
     return scenario
+
+
+def _check_overhead(scenario: Scenario) -> None:
+    """Raise UserError where the pool cannot hold the histories of part overhead, which has them all hit."""
+    from envs.serving.node import page_layout
+    from eval.live.overhead import NEW, USERS
+
+    pages, page_tokens, _ = page_layout(scenario.hardware, resolve_model(scenario.model))
+    tokens = round(scenario.load.history_mean) + NEW * OVERHEAD_ROUNDS
+    need, room = USERS * math.ceil(tokens / page_tokens), round((1.0 - scenario.control.alpha_min) * pages)
+    if need > room:
+        raise UserError(
+            f"scenario {scenario.name}: part overhead keeps {USERS} histories of {tokens} tokens, which take {need} "
+            f"pages, and the KV cache has {room} at most; leave it out of --parts, or raise hardware.pool_gib"
+        )

@@ -146,7 +146,6 @@ def main(args: Args) -> None:
             found = _Calibrating(
                 args, scenario, Path(folder), lambda text: progress.update(task, description=text)
             ).run()
-    save_hardware(args.output, found.profile)
     figures = found.figures()
     out = console()
     out.print(found.table())
@@ -155,13 +154,14 @@ def main(args: Args) -> None:
         out.print(
             f"On the CPU the link is paced, to {link_gb_s(scenario.hardware):g} GB/s; the network has one thread."
         )
+    save_hardware(args.output, found.profile)  # after the tables: they tell it all should the disk be full
     out.print(f'A scenario takes the profile by hardware.profile = "{args.output}".')
+    if args.json is not None:
+        write_figures(args.json, figures)
     if args.plot is not None and found.trial is not None:
         from eval.live.plot import draw_quantiles
 
         draw_quantiles(args.plot, {f"{args.load:.0%} load": found.trial})
-    if args.json is not None:
-        write_figures(args.json, figures)
 
 
 class _Calibrating:
@@ -180,8 +180,6 @@ class _Calibrating:
         args, scenario, advance = self._args, self._scenario, self._advance
         model = resolve_model(scenario.model)
         others = Others()
-        advance("products")
-        peak = speeds.peak_gflop_s(args.backend, model.value_bytes)
         advance("host tables")
         node = LiveNode(
             scenario,
@@ -191,6 +189,8 @@ class _Calibrating:
         )
         self._tables = node.tables
         with contextlib.closing(node):
+            advance("products")
+            peak = speeds.peak_gflop_s(args.backend, model.value_bytes)
             advance("prefills")
             batches = climb(node)
         advance("rows and pages")
@@ -283,6 +283,8 @@ def _check(args: Args) -> Scenario:
         raise UserError(f"--seconds must be 0, for no trial, or 1 to 86,400, got {args.seconds}")
     if not 0.01 <= args.load <= 0.95:
         raise UserError(f"--load must be .01 to .95, got {args.load}")
+    if not 1 <= args.table_rows < 2**31:
+        raise UserError(f"--table-rows must lie in 1 to {2**31 - 1}, got {args.table_rows}")
     if args.plot is not None and not args.seconds:
         raise UserError("--plot draws the trial, and --seconds 0 asks for none")
     return scenario

@@ -81,7 +81,9 @@ def measure(node: LiveNode) -> Overhead:
             at = torch.from_numpy(ids + tables.astype(np.int64) * len(node.tables[0])).to(device)
             values = network.pool(table.index_select(0, at))
             history = int(trace.history_tokens[i])
-            return network(values, [Request(int(prefix[i]), history, candidates, blocks[int(trace.user[i])])])
+            scores = network(values, [Request(int(prefix[i]), history, candidates, blocks[int(trace.user[i])])])
+            compute.wait()  # as the engine does
+            return scores
 
         def from_engine(i: int) -> torch.Tensor:
             return node.serve_at_once([i])[0].scores

@@ -154,3 +154,9 @@ def test_a_run_that_is_not_sound_is_told(changes: dict[str, Any], said: str | No
 )
 def test_faults_are_counted_by_their_own_causes(refused: dict[Cause, float], wrong: float) -> None:
     assert uncounted({Cause.MISSING: 4, Cause.STALE: 4, Cause.LATE: 2}, refused) == wrong
+
+
+@pytest.mark.parametrize("interval", ["nan", "0", "11"])
+def test_an_interval_that_cannot_be_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "control", "helm-base-v1", "--interval-s", interval]) == 2
+    assert "--interval-s must be .005 to 10, got" in capsys.readouterr().err

@@ -179,6 +179,7 @@ def test_verdict(change: dict[str, float], complaint: str | None) -> None:
     ("change", "message"),
     [
         ({"seconds": float("nan")}, "--seconds must be above 0"),
+        ({"speed": float("inf")}, r"--speed must be \.01 to 100, got inf"),
         ({"warm_s": 0}, "--warm-s must be above 0"),
         ({"json": Path(), "overwrite": True}, "is a folder; name a file"),
         ({"trace": Path("absent.parquet")}, "absent.parquet does not exist"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache_engine.backends.device import CudaUnavailableError
+from envs.serving.live_compute import Network
 from eval.live import command, hardware, reuse
-from eval.live.overhead import Overhead
+from eval.live.ladder import Batch
+from eval.live.overhead import USERS, Overhead
 from helm_rl import cli
 from helm_rl.errors import UserError
+from helm_rl.figures import Figure
+from helm_rl.profiles.hardware import HARDWARE
 from helm_rl.profiles.hardware_file import load_hardware
 from helm_rl.profiles.published import POINTS
 from tests.eval.live.small import SMALL
@@ -52,6 +58,8 @@ def test_the_parts_of_eval_live(small: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(command, "OVERHEAD_ROUNDS", 3)
     monkeypatch.setattr(command, "REUSE_ROUNDS", 1)
     monkeypatch.setattr(reuse, "LENGTHS", (128, 512, 1024))
+    waits: list[Network] = []
+    monkeypatch.setattr(Network, "wait", waits.append)
     options = ["--seconds", "12", "--warm-s", "1", "--table-rows", "4096", "--statics", "0.4", "--loads", "0.3"]
     asked = ["eval", "live", "--scenario", small, *options, "--plot", str(tmp_path / "q.svg")]
     assert cli.main([*asked, "--json", str(tmp_path / "f.json")]) == 0
@@ -62,6 +70,7 @@ def test_the_parts_of_eval_live(small: str, tmp_path: Path, monkeypatch: pytest.
     assert figures["live.model_p99_error.30"]["goal"] == 0.2
     assert figures["live.replayed_p99_error.30"]["goal"] is None
     assert figures["live.overhead"]["goal"] == 0.03
+    assert len(waits) == 2 * USERS * (1 + 3)  # each request on plain tensors, before it is timed and timed
     assert "live.p99_vs_deployable_static" not in figures  # without a policy
     assert 0 <= figures["live.contest.static_40.slo"]["value"] <= 1
     assert {f"live.reuse.1024.{share}" for share in ("50", "75", "87.5", "93.75")} <= set(figures)
@@ -97,6 +106,9 @@ def test_overhead_is_the_median_over_pairs() -> None:
         ({"block_s": 0.0}, "--block-s must be 0.5 to"),
         ({"warm_s": -1.0}, "--warm-s must be 1 to"),
         ({"loads": (0.3, 1.2)}, r"--loads must lie in \.01 to \.95, got 0.3 1.2"),
+        ({"loads": ()}, r"--loads must lie in \.01 to \.95, got none"),
+        ({"loads": (0.301, 0.304)}, "--loads must be a hundredth apart, got 0.301 0.304"),
+        ({"table_rows": 0}, "--table-rows must lie in 1 to 2147483647, got 0"),
         ({"statics": (0.5, 0.501)}, "--statics must be a hundredth apart, got 0.5 0.501"),
         ({"statics": (0.95,)}, "--statics must lie in 0.1 to 0.9, got 0.95"),
         ({"parts": ("reuse",), "plot": Path("q.png")}, "--plot draws what part model measures"),
@@ -117,6 +129,7 @@ def test_eval_live_refuses_what_cannot_be(change: dict[str, Any], message: str, 
         ({"output": Path("mine.json")}, "--output must end in .toml"),
         ({"rounds": 1}, "--rounds must be 2 to"),
         ({"seconds": 0.5}, "--seconds must be 0, for no trial"),
+        ({"table_rows": 0}, "--table-rows must lie in 1 to 2147483647, got 0"),
         ({"load": 0.0}, r"--load must be \.01 to"),
         ({"seconds": 0.0, "plot": Path("q.png")}, "--plot draws the trial"),
         ({"scenario": "burst"}, r"model\.architecture must be hstu"),
@@ -125,3 +138,56 @@ def test_eval_live_refuses_what_cannot_be(change: dict[str, Any], message: str, 
 def test_calibrate_refuses_what_cannot_be(change: dict[str, Any], message: str, small: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         hardware.main(hardware.Args(**({"output": tmp_path / "o.toml", "scenario": small} | change)))
+
+
+def test_a_pool_that_is_too_small_for_the_overhead_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    """8 histories of 220 tokens in pages of 64 take 32 pages; of 31 the KV cache gets nine tenths."""
+    (tmp_path / "tight.toml").write_text(SMALL.replace("pool_gib = 0.03125", f"pool_gib = {31 / 32768}"))
+    with pytest.raises(UserError, match=r"8 histories of 220 tokens, which take 32 pages, and the KV cache has 28 at"):
+        command.main(command.Args(scenario=str(tmp_path / "tight.toml")))
+
+
+def test_what_was_measured_is_shown_where_a_later_part_fails(
+    small: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def measured(args: Any, scenario: Any, report: command.Report, advance: Any) -> None:
+        report.figures["live.overhead"] = Figure(0.0123, "", "lower", 0.03)
+
+    def failed(*_: Any) -> None:
+        raise UserError("the machine is busy")
+
+    monkeypatch.setattr(command, "_overhead", measured)
+    monkeypatch.setattr(command, "_reuse", failed)
+    with pytest.raises(UserError, match="the machine is busy"):
+        command.main(command.Args(scenario=small, parts=("overhead", "reuse")))
+    assert ".0123" in capsys.readouterr().out
+
+
+def test_a_full_disk_leaves_the_figures_of_a_calibration_on_the_screen(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    profile = HARDWARE["cpu-thread"]
+    batch = Batch(1, 100, 0, 1e9, 1e8, 20.0)
+    found = hardware.Calibration([batch], profile, 1.25, None, 0.0)
+    monkeypatch.setattr(hardware._Calibrating, "run", lambda self: found)
+
+    def full(path: Path, profile: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(hardware, "save_hardware", full)
+    assert cli.main(["calibrate", "hardware", "--scenario", small, "--output", str(tmp_path / "o.toml")]) == 1
+    printed = capsys.readouterr()
+    assert "calibrate.in_service" in printed.out
+    assert "No space left on device" in printed.err
+
+
+def test_without_a_gpu_nothing_is_measured_on_one(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def none() -> None:
+        raise CudaUnavailableError("backend 'cuda' needs CuPy")
+
+    monkeypatch.setattr("envs.serving.live.CupyDevice", none)
+    asked = ["calibrate", "hardware", "--scenario", small, "--output", str(tmp_path / "o.toml"), "--backend", "cuda"]
+    assert cli.main([*asked, "--table-rows", "64"]) == 2
+    assert "needs CuPy" in capsys.readouterr().err

@@ -34,15 +34,18 @@ def against_hindsight(summary: Summary, narrow: bool) -> Figure:
     else:
         figure = Figure(figsize=(WIDE_IN, height), layout="constrained")
         panels = figure.subplots(1, len(families), sharey=True, squeeze=False)[0]
+    shown: dict[str, Any] = {}  # one legend for all panels: each by itself hid the title of a narrow one
     for place, (axes, family) in enumerate(zip(panels, families, strict=True)):
         cells = [cell for cell in summary.cells if cell.cell.family == family]
         _panel(axes, rows, cells)
         axes.set_title(family, loc="left", color=INK, fontweight="bold")
         if narrow or place == 0:
             axes.set_yticks(range(len(rows)), [row.title for row in reversed(rows)])
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2 if narrow else 1, borderaxespad=0.1)
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(map(str, labels), handles, strict=True))
         if narrow or place == len(families) // 2:
             axes.set_xlabel("P99 / P99 of the best static in hindsight")
+    figure.legend(list(shown.values()), list(shown), loc="outside upper right", ncols=2 if narrow else len(shown))
     return figure
 
 

@@ -140,7 +140,7 @@ def helm_loop(envs: Sequence[Clocked], settings: Settings, seed: int) -> Policy:
         max_grad_norm=settings.max_grad_norm,
         validate_every=0,
     )
-    vector = ThreadedVectorEnv(envs, threads=1)
+    vector = ThreadedVectorEnv(envs, threads=1, only_ends=True)
     (observation_size,), (action_size,) = envs[0].observation_space.shape, envs[0].action_space.shape  # type: ignore[misc]
     section = EnvironmentSection(env_id=args.env_id, observation_size=observation_size, action_size=action_size)
     silent = Console(file=io.StringIO())

@@ -11,26 +11,25 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
+from cache_engine.jit import kernel
 from helm_rl.control.policy_net import ActorCritic
+
+Floats = npt.NDArray[np.float32]
 
 
 class Losses(NamedTuple):
-    """What a step says of its minibatch, before it moved the networks; each a scalar tensor.
+    """What a step says of its minibatch, before it moved the networks."""
 
-    old_approx_kl, approx_kl: two estimates of the KL divergence (Schulman 2020, "Approximating KL divergence").
-    """
-
-    total: Tensor
-    policy: Tensor
-    value: Tensor
-    entropy: Tensor
-    old_approx_kl: Tensor
-    approx_kl: Tensor
-    clip_fraction: Tensor
+    total: float
+    policy: float
+    value: float
+    entropy: float
+    clip_fraction: float
 
 
 class Batch(NamedTuple):
@@ -60,59 +59,170 @@ class Gradient:
     def __init__(self, net: ActorCritic, norm_adv: bool, clip_coef: float, ent_coef: float, vf_coef: float) -> None:
         self._net = net
         self._norm_adv = norm_adv
-        self._clip, self._ent = clip_coef, ent_coef
-        self._vf = float(np.float32(vf_coef))  # as torch multiplies by it
+        self._low, self._high, self._clip = (np.float32(x) for x in (1 - clip_coef, 1 + clip_coef, clip_coef))
+        self._ent, self._vf = np.float32(ent_coef), np.float32(vf_coef)
         self._actor, self._critic = layers_of(net.actor), layers_of(net.critic)
+        self._buffers = _Buffers(0, 0)
 
     @torch.no_grad()
     def __call__(self, batch: Batch, policy_weight: float) -> Losses:
         """Take a minibatch; the policy's loss counts `policy_weight` times."""
         log_std = self._net.log_std
-        obs, actions, logprobs, adv, targets = batch
-        n = len(obs)
+        n, action_size = batch.actions.shape
+        if self._buffers.gains.shape != (n,):
+            self._buffers = _Buffers(n, action_size)
+        made = self._buffers
 
         # Forward, as ActorCritic.log_prob, .scaled_value and .entropy have it
-        actor_passed, means = forward(self._actor, obs)
-        critic_passed, values = forward(self._critic, obs)
+        actor_passed, means = forward(self._actor, batch.obs)
+        critic_passed, values = forward(self._critic, batch.obs)
         scale = torch.exp(-log_std)
-        off = actions - means
-        z = off * scale
-        newlogprob = (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
-        logratio = newlogprob - logprobs
-        ratio = logratio.exp()
-        moved = ratio - 1.0
-        if self._norm_adv:
-            adv = (adv - adv.mean()) / (adv.std() + 1e-8)
-        clipped = ratio.clamp(1 - self._clip, 1 + self._clip)
-        plain_gain, clipped_gain = adv * ratio, adv * clipped
-        policy = -torch.min(plain_gain, clipped_gain).mean()
-        missed = values.squeeze(-1) - targets
-        value = 0.5 * missed.square().mean()
-        entropy = self._net.entropy()
-        total = policy_weight * (policy - self._ent * entropy) + self._vf * value
-
-        # Backward, of the policy: where the smaller gain is the clipped one, it does not depend on the ratio; where the
-        # two are equal, the gradient takes half of each
-        by_gain = adv * (-policy_weight / n)
-        within = ratio == clipped
-        counts = torch.where(within | (plain_gain < clipped_gain), 1.0, 0.5 * (plain_gain == clipped_gain))
-        by_logprob = (by_gain * counts * ratio).unsqueeze(-1)
-        by_z = by_logprob * -0.5 * (2.0 * z)
-        by_log_std = -(policy_weight * self._ent) - by_logprob.sum(0)
-        log_std.grad = by_log_std - (by_z * off).sum(0) * scale
-        _backward(self._actor, actor_passed, -(by_z * scale))
-
-        # And of the value
-        _backward(self._critic, critic_passed, (2.0 * missed * (0.5 * self._vf / n)).unsqueeze(-1))
-        return Losses(
-            total=total,
-            policy=policy,
-            value=value,
-            entropy=entropy,
-            old_approx_kl=-logratio.mean(),
-            approx_kl=(moved - logratio).mean(),
-            clip_fraction=(moved.abs() > self._clip).float().mean(),
+        _log_prob_terms(
+            batch.actions.numpy(), means.numpy(), scale.numpy(), log_std.detach().numpy(), made.off, made.z, made.terms
         )
+        made.logratio = made.t_terms.sum(-1) - batch.logprobs
+        made.ratio = made.logratio.exp()
+        if self._norm_adv:
+            adv_mean, adv_scale = batch.advantages.mean().item(), (batch.advantages.std() + 1e-8).item()
+        else:
+            adv_mean, adv_scale = 0.0, 1.0
+        outside = _by_sample(
+            batch.advantages.numpy(),
+            np.float32(adv_mean),
+            np.float32(adv_scale),
+            made.logratio.numpy(),
+            made.ratio.numpy(),
+            made.z,
+            made.off,
+            scale.numpy(),
+            values.numpy(),
+            batch.targets.numpy(),
+            self._low,
+            self._high,
+            self._clip,
+            np.float32(-policy_weight / n),
+            np.float32(0.5 * float(self._vf) / n),
+            made.gains,
+            made.misses,
+            made.kl_terms,
+            made.by_logprob,
+            made.by_scale,
+            made.by_mean,
+            made.by_value,
+        )
+        policy = -np.float32(made.t_gains.mean().item())
+        value = np.float32(0.5) * np.float32(made.t_misses.mean().item())
+        entropy = np.float32(self._net.entropy().item())
+        weight = np.float32(policy_weight)
+
+        # Backward
+        by_log_std = float(-weight * self._ent) - made.t_by_logprob.sum(0)
+        log_std.grad = by_log_std - made.t_by_scale.sum(0) * scale
+        _backward(self._actor, actor_passed, made.t_by_mean)
+        _backward(self._critic, critic_passed, made.t_by_value)
+        total = weight * (policy - self._ent * entropy) + self._vf * value
+        return Losses(
+            float(total), float(policy), float(value), float(entropy), float(np.float32(outside) / np.float32(n))
+        )
+
+    def kl_divergence(self) -> tuple[float, float]:
+        """Return two estimates, of the last minibatch (Schulman 2020, "Approximating KL divergence")."""
+        return -self._buffers.logratio.mean().item(), self._buffers.t_kl_terms.mean().item()
+
+
+class _Buffers:
+    """Where the kernels put what they find of n samples; a name with t_ is the same memory as a tensor."""
+
+    def __init__(self, n: int, action_size: int) -> None:
+        def array(*shape: int) -> tuple[Floats, Tensor]:
+            made = np.zeros(shape, np.float32)
+            return made, torch.from_numpy(made)
+
+        self.logratio = self.ratio = torch.zeros(n)
+        self.gains, self.t_gains = array(n)
+        self.misses, self.t_misses = array(n)
+        self.kl_terms, self.t_kl_terms = array(n)
+        self.by_logprob, self.t_by_logprob = array(n, 1)
+        self.by_value, self.t_by_value = array(n, 1)
+        self.off, _ = array(n, action_size)
+        self.z, _ = array(n, action_size)
+        self.terms, self.t_terms = array(n, action_size)
+        self.by_scale, self.t_by_scale = array(n, action_size)
+        self.by_mean, self.t_by_mean = array(n, action_size)
+
+
+_HALF, _ONE, _TWO = np.float32(0.5), np.float32(1.0), np.float32(2.0)
+_NORMAL = np.float32(0.5 * math.log(2 * math.pi))
+
+
+@kernel
+def _log_prob_terms(
+    actions: Floats, means: Floats, scale: Floats, log_std: Floats, off: Floats, z: Floats, terms: Floats
+) -> None:
+    """Put each action's distance from its mean into `off`, in deviations into `z`, its log density into `terms`."""
+    for i in range(actions.shape[0]):
+        for j in range(actions.shape[1]):
+            off[i, j] = actions[i, j] - means[i, j]
+            z[i, j] = off[i, j] * scale[j]
+            terms[i, j] = -_HALF * (z[i, j] * z[i, j]) - log_std[j] - _NORMAL
+
+
+@kernel
+def _by_sample(
+    advantages: Floats,
+    adv_mean: np.float32,
+    adv_scale: np.float32,
+    logratio: Floats,
+    ratio: Floats,
+    z: Floats,
+    off: Floats,
+    scale: Floats,
+    values: Floats,
+    targets: Floats,
+    low: np.float32,
+    high: np.float32,
+    clip: np.float32,
+    policy_share: np.float32,
+    value_share: np.float32,
+    gains: Floats,
+    misses: Floats,
+    kl_terms: Floats,
+    by_logprob: Floats,
+    by_scale: Floats,
+    by_mean: Floats,
+    by_value: Floats,
+) -> int:
+    """Put each sample's losses and gradients into the last seven; return how many ratios lie outside the clip.
+
+    Where the smaller gain is the clipped one, it does not depend on the ratio; where the two are equal though the ratio
+    is outside, the gradient takes half of each.
+    """
+    outside = 0
+    for i in range(ratio.size):
+        adv = (advantages[i] - adv_mean) / adv_scale
+        clipped = min(max(ratio[i], low), high)
+        plain_gain, clipped_gain = adv * ratio[i], adv * clipped
+        if plain_gain < clipped_gain or plain_gain != plain_gain:  # a NaN stays one
+            gains[i] = plain_gain
+        else:
+            gains[i] = clipped_gain
+        counts = np.float32(0.0)
+        if ratio[i] == clipped or plain_gain < clipped_gain:
+            counts = _ONE
+        elif plain_gain == clipped_gain:
+            counts = _HALF
+        by_logprob[i, 0] = adv * policy_share * counts * ratio[i]
+        for j in range(z.shape[1]):
+            by_z = by_logprob[i, 0] * -_HALF * (_TWO * z[i, j])
+            by_scale[i, j] = by_z * off[i, j]
+            by_mean[i, j] = -(by_z * scale[j])
+        missed = values[i, 0] - targets[i]
+        misses[i] = missed * missed
+        by_value[i, 0] = _TWO * missed * value_share
+        moved = ratio[i] - _ONE
+        kl_terms[i] = moved - logratio[i]
+        outside += abs(moved) > clip
+    return outside
 
 
 class Steps:
@@ -131,12 +241,14 @@ class Steps:
         self._state: dict[str, list[Tensor]] = {}
 
     @torch.no_grad()
-    def clip(self) -> Tensor:
-        """Scale the gradient down to the bound where it is above; return the norm that it had, a scalar."""
+    def clip(self) -> float:
+        """Scale the gradient down to the bound where it is above; return the norm that it had."""
         grads = self._grads()
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0)), 2.0)
-        torch._foreach_mul_(grads, (self._most / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        found = norm.item()
+        if not found < 0.99 * self._most:  # below, all would be multiplied by one
+            torch._foreach_mul_(grads, (self._most / (norm + 1e-6)).clamp(max=1.0))
+        return found
 
     @torch.no_grad()
     def step(self) -> None:

@@ -375,6 +375,7 @@ def make_envs(args: Args, threads: int | None = None) -> tuple[VectorEnv[Any, An
             traces=[traces] if traces else None,
             paired=args.paired,
             threads=threads,
+            only_ends=True,
         )
         facts = scenario_facts(scenarios, args.trace, traces)
     else:
@@ -783,6 +784,7 @@ def learn(
     means_at = torch.zeros((*steps_by_envs, action_size))
     actions_at = torch.zeros((*steps_by_envs, action_size))
     b_obs, b_means, b_actions = obs_at.flatten(0, 1), means_at.flatten(0, 1), actions_at.flatten(0, 1)
+    obs_np, means_np, actions_np = obs_at.numpy(), means_at.numpy(), actions_at.numpy()
     rewards = np.zeros(steps_by_envs)
     ends = np.zeros(steps_by_envs, dtype=bool)
     action_space = envs.single_action_space
@@ -896,36 +898,41 @@ def learn(
             noise = torch.randn(actions_at.shape, generator=generator)
             with torch.no_grad():
                 noise *= net.log_std.exp()
+                noise_np = noise.numpy()
                 for step in range(args.num_steps):
-                    global_step = iteration * batch_size + (step + 1) * args.num_envs
-                    normalising(obs, obs_at[step].numpy())
-                    obs_at[step] *= read
+                    normalising(obs, obs_np[step])
+                    if args.signals == "seven":
+                        obs_at[step] *= read
                     means_at[step] = forward(actor_layers, obs_at[step])[1]
-                    drawn = torch.add(means_at[step], noise[step], out=actions_at[step]).numpy()
-                    action = np.minimum(np.maximum(drawn, action_space.low), action_space.high)
-                    action_log[logged] = action
-                    logged += 1
-                    obs, reward, terminated, truncated, infos = envs.step(action)
-                    rewards[step] = reward
-                    ends[step] = terminated | truncated
-                    if not (np.isfinite(rewards[step]).all() and np.isfinite(obs).all()):
-                        check_finite(f"{args.env_id}, step {global_step}", reward=rewards[step], observation=obs)
-                    episode_return += rewards[step]
-                    episode_length += 1
+                    np.add(means_np[step], noise_np[step], out=actions_np[step])
+                    action = np.minimum(np.maximum(actions_np[step], action_space.low), action_space.high)
+                    obs, rewards[step], terminated, truncated, infos = envs.step(action)
+                    np.logical_or(terminated, truncated, out=ends[step])
+                    if not (math.isfinite(obs.sum()) and math.isfinite(rewards[step].sum())):  # or only their sum
+                        where = f"{args.env_id}, step {iteration * batch_size + (step + 1) * args.num_envs}"
+                        check_finite(where, reward=rewards[step], observation=obs)
                     if ends[step].any():
                         cut = np.flatnonzero(truncated & ~terminated)
                         if cut.size:
                             final = np.stack([np.asarray(infos["final_obs"][i], dtype=np.float64) for i in cut])
-                            check_finite(f"{args.env_id}, step {global_step}", final_observation=final)
+                            where = f"{args.env_id}, step {iteration * batch_size + (step + 1) * args.num_envs}"
+                            check_finite(where, final_observation=final)
                             truncations.append((step, cut, net.normaliser(torch.from_numpy(final)) * read))
-                        for i in np.flatnonzero(ends[step]):
-                            episodes += 1
-                            recent.append((float(episode_return[i]), float(episode_length[i])))
-                            ended_step = episode_steps(global_step, args.num_envs, i)
-                            writer.add_scalar("charts/episodic_return", episode_return[i], ended_step)
-                            writer.add_scalar("charts/episodic_length", episode_length[i], ended_step)
-                        episode_return[ends[step]] = 0.0
-                        episode_length[ends[step]] = 0
+
+                # Accounting, out of the steps' way: the actions as the environments got them, and episodes
+                action_log[logged : logged + args.num_steps] = np.clip(actions_np, action_space.low, action_space.high)
+                logged += args.num_steps
+                for step in range(args.num_steps):
+                    episode_return += rewards[step]
+                    episode_length += 1
+                    for i in np.flatnonzero(ends[step]):
+                        episodes += 1
+                        recent.append((float(episode_return[i]), float(episode_length[i])))
+                        global_step = iteration * batch_size + (step + 1) * args.num_envs
+                        ended_step = episode_steps(global_step, args.num_envs, i)
+                        writer.add_scalar("charts/episodic_return", episode_return[i], ended_step)
+                        writer.add_scalar("charts/episodic_length", episode_length[i], ended_step)
+                        episode_return[i], episode_length[i] = 0.0, 0
 
                 # Bootstrap: a truncated episode would have gone on; the value of its final observation says how
                 for step, cut, final_obs in truncations:
@@ -954,14 +961,15 @@ def learn(
                     losses = gradient(minibatch, policy_weight)
                     clipfracs.append(losses.clip_fraction)
                     grad_norm = steps.clip()
-                    if not math.isfinite(losses.total.item()) or not math.isfinite(grad_norm.item()):
+                    if not math.isfinite(losses.total) or not math.isfinite(grad_norm):
                         raise UserError(
-                            f"in iteration {iteration + 1} the loss became {losses.total.item()} (gradient norm "
-                            f"{grad_norm.item()}); the checkpoint after iteration {iteration} is kept in "
+                            f"in iteration {iteration + 1} the loss became {losses.total} (gradient norm "
+                            f"{grad_norm}); the checkpoint after iteration {iteration} is kept in "
                             f"{run}; a smaller --learning-rate (now {args.learning_rate:g}) may help"
                         )
                     steps.step()
-                if args.target_kl is not None and losses.approx_kl > args.target_kl:
+                old_approx_kl, approx_kl = gradient.kl_divergence()
+                if args.target_kl is not None and approx_kl > args.target_kl:
                     break
 
             # Recording what the iteration gave
@@ -970,12 +978,12 @@ def learn(
             sps = (iteration - start_iteration) * batch_size / (time.perf_counter() - started)
             statistics = {
                 "charts/learning_rate": lr,
-                "losses/value_loss": losses.value.item(),
-                "losses/policy_loss": losses.policy.item(),
-                "losses/entropy": losses.entropy.item(),
-                "losses/old_approx_kl": losses.old_approx_kl.item(),
-                "losses/approx_kl": losses.approx_kl.item(),
-                "losses/clipfrac": float(torch.stack(clipfracs).mean()),
+                "losses/value_loss": losses.value,
+                "losses/policy_loss": losses.policy,
+                "losses/entropy": losses.entropy,
+                "losses/old_approx_kl": old_approx_kl,
+                "losses/approx_kl": approx_kl,
+                "losses/clipfrac": float(torch.tensor(clipfracs).mean()),
                 "losses/explained_variance": None if math.isnan(explained_var) else explained_var,
             }
             for tag, value in statistics.items():

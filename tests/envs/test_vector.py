@@ -96,6 +96,18 @@ def test_episodes_of_different_lengths_end_apart(load: tuple[Scenario, list[Trac
     env.close()
 
 
+def test_of_steps_the_infos_of_ends_alone_are_told_where_that_is_asked_for(load: tuple[Scenario, list[Trace]]) -> None:
+    small, traces = load
+    every, ends = (
+        rollout(NodeVectorEnv(2, small, traces=traces, episode_s=2, only_ends=only), 5) for only in (False, True)
+    )
+    assert_same(ends[0], every[0])
+    for one, other in zip(ends[1:], every[1:], strict=True):
+        assert_same(one[:4], other[:4])
+        assert_same(one[4], {key: value for key, value in other[4].items() if key.lstrip("_").startswith("final_")})
+    assert ["final_obs" in step[4] for step in ends[1:]] == [k % 4 == 3 for k in range(STEPS)]
+
+
 def test_seeds(load: tuple[Scenario, list[Trace]]) -> None:
     small, traces = load
 

@@ -1,4 +1,4 @@
-"""A step on a minibatch: what autograd, `clip_grad_norm_` and Adam make of it, bit for bit."""
+"""A step on a minibatch: what autograd, `clip_grad_norm_` and Adam make of it, bit for bit with one action."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def test_losses_and_gradient_are_autograds(
     assert n < 50 or 0.0 < found.clip_fraction < 1.0
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None
-        assert torch.equal(parameter.grad, gradient[name]), name
+        if action_size == 1:
+            assert torch.equal(parameter.grad, gradient[name]), name
+        else:  # sums over several actions may be taken in another order
+            torch.testing.assert_close(parameter.grad, gradient[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_steps_are_adams_along_a_bounded_gradient() -> None:

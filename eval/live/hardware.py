@@ -198,10 +198,9 @@ class _Calibrating:
         gather_gb_s = speeds.gather_gb_s(self._tables, args.backend)
         linear = np.array([batch.linear_flop for batch in batches])
         pair = np.array([batch.pair_flop for batch in batches])
-        fitted = fit_batches(linear, pair, np.array([batch.ms for batch in batches]), peak * 1e-3)
         profile = HardwareProfile(
-            **speeds_of(peak * 1e-3, fitted["linear_efficiency"], fitted["pair_efficiency"]),
-            batch_ms=fitted["batch_ms"],
+            peak_tflop_s=peak * 1e-3,
+            **fit_batches(linear, pair, np.array([batch.ms for batch in batches]), peak * 1e-3),
             request_ms=0.0,
             local_gb_s=gather_gb_s,
             pcie_gb_s=copy_gb_s,
@@ -210,6 +209,7 @@ class _Calibrating:
             source=f"measured: {command()}, {machine()['processor']}",
             extrapolated=(),
         )
+        profile = within_peak(profile)
         advance("requests one at a time")
         with contextlib.closing(self._node(profile, IDLE_S, IDLE_BUSY, errors.SEEDS_FROM + 1)) as node:
             errors.serve(node, _ALPHA, WARM_S, round(IDLE_S * 1e9))
@@ -218,12 +218,12 @@ class _Calibrating:
             in_service = errors.slowdown(node)
             profile = replace(
                 profile,
-                **speeds_of(
-                    profile.peak_tflop_s, profile.linear_efficiency / in_service, profile.pair_efficiency / in_service
-                ),
+                linear_efficiency=profile.linear_efficiency / in_service,
+                pair_efficiency=profile.pair_efficiency / in_service,
                 batch_ms=profile.batch_ms * in_service,
                 request_ms=errors.fixed_ms(node),
             )
+            profile = within_peak(profile)
         trial = None
         if args.seconds:
             advance(f"the model clock's trial, {args.seconds:g} s")
@@ -245,17 +245,18 @@ class _Calibrating:
         return LiveNode(load, generate(load, seed=seed), backend=self._args.backend, tables=self._tables)
 
 
-def speeds_of(peak_tflop_s: float, linear_efficiency: float, pair_efficiency: float) -> dict[str, float]:
-    """Return these fields of a profile with shares of at most 1 and the same speeds.
+def within_peak(profile: HardwareProfile) -> HardwareProfile:
+    """Return a profile of the same speeds whose shares of the peak are at most 1, as a file must have them.
 
     Work that was faster than the peak says that something disturbed the product by which the peak was measured.
     """
-    above = max(1.0, linear_efficiency, pair_efficiency)
-    return {
-        "peak_tflop_s": peak_tflop_s * above,
-        "linear_efficiency": linear_efficiency / above,
-        "pair_efficiency": pair_efficiency / above,
-    }
+    above = max(1.0, profile.linear_efficiency, profile.pair_efficiency)
+    return replace(
+        profile,
+        peak_tflop_s=profile.peak_tflop_s * above,
+        linear_efficiency=profile.linear_efficiency / above,
+        pair_efficiency=profile.pair_efficiency / above,
+    )
 
 
 def _memory_gib(backend: str) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from eval.live.hardware import speeds_of
+from eval.live.hardware import within_peak
 from eval.live.speeds import _line
+from helm_rl.profiles.hardware import HARDWARE
 
 
 def test_bytes_that_move_by_hand() -> None:
@@ -23,6 +26,9 @@ def test_a_disturbed_measurement_gives_a_speed_that_can_be(ms: list[float]) -> N
 
 
 def test_work_that_is_faster_than_the_peak_raises_it() -> None:
-    assert speeds_of(0.1, 0.5, 0.25) == {"peak_tflop_s": 0.1, "linear_efficiency": 0.5, "pair_efficiency": 0.25}
-    found = speeds_of(0.1, 1.6, 0.8)
-    assert found == pytest.approx({"peak_tflop_s": 0.16, "linear_efficiency": 1.0, "pair_efficiency": 0.5})
+    sound = replace(HARDWARE["cpu"], peak_tflop_s=0.1, linear_efficiency=0.5, pair_efficiency=0.25)
+    assert within_peak(sound) == sound
+    fast = replace(sound, linear_efficiency=1.6, pair_efficiency=0.8)
+    found = within_peak(fast)
+    assert (found.peak_tflop_s, found.linear_efficiency, found.pair_efficiency) == pytest.approx((0.16, 1.0, 0.5))
+    assert found.prefill_ns(1e9, 2e9) == pytest.approx(fast.prefill_ns(1e9, 2e9))

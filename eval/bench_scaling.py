@@ -44,10 +44,10 @@ class Args:
     minutes; 1,024 nodes take 9 GB of memory.
 
     Figures written by --json: scaling.<figure>.<nodes>_nodes: run_cpu_s, cost_us (of a request, all parts of the run
-    included), runs_per_hour (on one core), gb (peak memory of a whole run), load_ns (of one dependent load from 64
-    MiB, timed beside the run), share.{work, misses, router, python, arrivals, setup} (of a whole run's CPU time:
-    serving node by node, what it takes more in order of arrival, the router, Python once per interval, drawing
-    arrivals, making nodes);
+    included), runs_per_hour (on one core), suite_core_h (of all runs on a cluster in a suite), gb (peak memory of a
+    whole run), load_ns (of one dependent load from 64 MiB, timed beside the run), share.{work, misses, router, python,
+    arrivals, setup} (of a whole run's CPU time: serving node by node, what it takes more in order of arrival, the
+    router, Python once per interval, drawing arrivals, making nodes);
     scaling.linearity.<checked>_nodes (what the whole run took over what the short one foretold),
     scaling.policy_ratio.<checked>_nodes (CPU time of a run under the latest shipped policy over that under a static),
     scaling.node_mib (a node's state), scaling.bytes_per_request (memory of a longer run), scaling.two_processes (work
@@ -81,7 +81,7 @@ def main(args: Args) -> None:
     for table in found.tables():
         out.print(table)
     for note in found.notes():
-        out.print(note, soft_wrap=True)
+        out.print(f"- {note}", soft_wrap=True)
     if args.plot is not None:
         from eval.scaling.plot import draw_scaling
 

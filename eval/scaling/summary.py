@@ -10,6 +10,7 @@ from rich.box import MARKDOWN
 from rich.table import Table
 
 from eval.scaling.cost import Cost
+from eval.suite.plan import FULL, Plan
 from eval.wording import percent
 from helm_rl.figures import Figure
 
@@ -84,6 +85,12 @@ class Scaling:
         return [Whole(cost) for cost in sorted(self.costs, key=lambda cost: cost.nodes)]
 
     @property
+    def suite_runs(self) -> int:
+        """Runs on a cluster in a suite: draws, each behind every router, under controllers and many statics."""
+        sought = self.policy is not None  # one more controller, then
+        return len(FULL.cluster_numbers) * (Plan((), (), FULL).cluster_replays + sought)
+
+    @property
     def linearity(self) -> float:
         """What the whole run took over what the short one foretold for it."""
         whole, short = self.checked
@@ -108,6 +115,7 @@ class Scaling:
             size = f"{whole.cost.nodes}_nodes"
             figures[f"scaling.run_cpu_s.{size}"] = Figure(whole.cpu_s, "s", "lower")
             figures[f"scaling.cost_us.{size}"] = Figure(whole.us_per_request, "us", "lower")
+            figures[f"scaling.suite_core_h.{size}"] = Figure(self.suite_runs * whole.cpu_s / 3600, "h", "lower")
             figures[f"scaling.runs_per_hour.{size}"] = Figure(whole.runs_per_hour, "1/h", "higher")
             figures[f"scaling.gb.{size}"] = Figure(self.gb(whole), "GB", "lower")
             figures[f"scaling.load_ns.{size}"] = Figure(whole.cost.load_ns, "ns", "lower")
@@ -126,8 +134,8 @@ class Scaling:
     def tables(self) -> list[Table]:
         """Return a table of what a run costs at each size, and one of its parts, both in Markdown."""
         runs = Table(box=MARKDOWN)
-        heads = ("nodes", "requests of a run", "served", "CPU s of a run", "us per request", "runs/h per core", "GB")
-        for heading in heads:
+        run = ("nodes", "requests of a run", "served", "CPU s of a run", "us per request", "runs/h per core", "GB")
+        for heading in (*run, f"core h of {self.suite_runs} runs"):
             runs.add_column(heading, justify="right", no_wrap=True)
         parts = Table(box=MARKDOWN)
         for heading in ("nodes", *PARTS.values()):
@@ -142,6 +150,7 @@ class Scaling:
                 f"{whole.us_per_request:.1f}",
                 f"{whole.runs_per_hour:,.0f}" if whole.runs_per_hour >= 10 else f"{whole.runs_per_hour:.1f}",
                 f"{self.gb(whole):.2f}",
+                f"{self.suite_runs * whole.cpu_s / 3600:.2f}",
             )
             if cost.alone_s == cost.alone_s:
                 parts_s = whole.parts_s()

@@ -351,7 +351,9 @@ def test_the_ci_script_can_run() -> None:
 # What the documents say
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "checkpoints/README.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "checkpoints/README.md", "docs/scaling.md"]
+)
 def test_commands_in_documents_are_accepted(document: str) -> None:
     text = (ROOT / document).read_text().replace("\\\n", " ")
     blocks = re.findall(r"^(?: {4}|\$ )(helm-rl .*)$", text, flags=re.MULTILINE)
@@ -381,7 +383,8 @@ def test_make_targets_in_documents_exist(document: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "checkpoints/README.md"]
+    "document",
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "checkpoints/README.md", "docs/scaling.md"],
 )
 def test_links_in_documents_lead_somewhere(document: str) -> None:
     text = (ROOT / document).read_text()

@@ -80,6 +80,7 @@ def test_figures_by_hand() -> None:
     figures = {name: figure.value for name, figure in found.figures().items()}
     assert figures["scaling.run_cpu_s.1_nodes"] == pytest.approx(12)
     assert figures["scaling.runs_per_hour.1_nodes"] == pytest.approx(300)
+    assert figures["scaling.suite_core_h.1_nodes"] == pytest.approx(84 * 12 / 3600)
     assert figures["scaling.cost_us.4_nodes"] == pytest.approx(10.5)
     assert figures["scaling.bytes_per_request"] == pytest.approx(1_000)
     assert figures["scaling.gb.2_nodes"] == pytest.approx(3.0)
@@ -97,7 +98,9 @@ def test_figures_by_hand() -> None:
 def test_a_whole_run_that_takes_longer_than_foretold_shows() -> None:
     found = scaling()
     slow = Cost(**{**vars(found.checked[0]), "loop_s": 25.0})  # 11 s more than 22
-    assert Scaling(found.costs, (slow, found.checked[1]), (1, 1), None).linearity == pytest.approx(1.5)
+    slower = Scaling(found.costs, (slow, found.checked[1]), (1, 1), None)
+    assert slower.linearity == pytest.approx(1.5)
+    assert slower.suite_runs == 81  # without a policy
 
 
 def test_the_tables_are_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +112,9 @@ def test_the_tables_are_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.getvalue().splitlines() if line.strip()]
     assert rows[0][:3] == ["nodes", "requests of a run", "served"]
     assert set("".join(rows[1])) == {"-"}
-    assert rows[2] == ["1", "1,000,000", "all", "12.0", "12.0", "300", "1.00"]
-    assert rows[4] == ["4", "4,000,000", "10 %", "42.0", "10.5", "86", "5.10"]
+    assert rows[0][7] == "core h of 84 runs"  # 3 draws x (7 routers, 11 and 6 statics, the policy and 3 others)
+    assert rows[2] == ["1", "1,000,000", "all", "12.0", "12.0", "300", "1.00", "0.28"]
+    assert rows[4] == ["4", "4,000,000", "10 %", "42.0", "10.5", "86", "5.10", "0.98"]
     assert rows[5] == ["nodes", "node by node", "taking turns", "router", "Python", "arrivals", "set-up"]
     assert rows[8] == ["4", "38 %", "19 %", "9.5 %", "19 %", "9.5 %", "4.8 %"]
     notes = " ".join(found.notes())

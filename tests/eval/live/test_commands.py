@@ -59,7 +59,7 @@ def test_the_parts_of_eval_live(small: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(command, "REUSE_ROUNDS", 1)
     monkeypatch.setattr(reuse, "LENGTHS", (128, 512, 1024))
     waits: list[Network] = []
-    monkeypatch.setattr(Network, "wait", waits.append)
+    monkeypatch.setattr(Network, "wait", lambda network: waits.append(network))
     options = ["--seconds", "12", "--warm-s", "1", "--table-rows", "4096", "--statics", "0.4", "--loads", "0.3"]
     asked = ["eval", "live", "--scenario", small, *options, "--plot", str(tmp_path / "q.svg")]
     assert cli.main([*asked, "--json", str(tmp_path / "f.json")]) == 0

@@ -111,7 +111,7 @@ def test_every_run_is_what_its_seed_alone_makes(tmp_path: Path) -> None:
 
 
 def test_a_stopped_population_goes_on_with_what_is_missing(tmp_path: Path) -> None:
-    whole = population.train(several("Reach", tmp_path, "1..3", total_timesteps=8 * ITERATION))
+    whole = population.train(several("Reach", tmp_path, "1..3", total_timesteps=8 * ITERATION, jobs=1))
     part = shutil.copytree(whole, tmp_path / "part" / whole.name)
     runs = runs_of(part)
     before = (runs[1] / STATE_FILE).read_bytes()
@@ -149,8 +149,8 @@ def halfway(run: Path) -> None:
 
 
 def test_a_finished_population_can_be_made_longer(tmp_path: Path) -> None:
-    folder = population.train(several("Reach", tmp_path, "1..2", anneal_lr=False))
-    population.train(Args(resume=folder, total_timesteps=6 * ITERATION))
+    folder = population.train(several("Reach", tmp_path, "1..2", anneal_lr=False, jobs=1))
+    population.train(Args(resume=folder, total_timesteps=6 * ITERATION, jobs=1))
     alone = train.ppo_base.train(toy("Reach", tmp_path, seed=2, anneal_lr=False, total_timesteps=6 * ITERATION))
     assert_same_state(alone, runs_of(folder)[2])
     with pytest.raises(UserError, match=r"--seeds: .* has the seeds 1\.\.2; start a new population for others"):

@@ -95,6 +95,11 @@ class Nodes:
         """Leaders of the nodes' sessions, those of killed ones included."""
         return [node.pid for node in self._nodes]
 
+    @property
+    def up(self) -> int:
+        """How many nodes run."""
+        return sum(node.poll() is None for node in self._nodes)
+
     def add(self) -> int:
         """Start a node, wait until it is one, and return its number."""
         number = len(self._nodes)

@@ -1,4 +1,4 @@
-"""What tests let workers of Ray do."""
+"""What tests let workers of Ray do; it imports little, for every process of such a test imports it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from eval.results import Row
-from eval.suite.tasks import Result, perform
 from helm_rl.errors import UserError
-from tests.eval.suite.worlds import faked
+
+if TYPE_CHECKING:
+    from eval.results import Row
 
 
 def tell(number: int) -> Row:
@@ -33,12 +33,6 @@ def trace(number: int, seconds: float, log: Path) -> Row:
         if event == "begins":
             time.sleep(seconds)
     return {"key": str(number)}
-
-
-def perform_faked(result: Result[Any]) -> Row:
-    """Measure a result of a suite on a serving model that is quick."""
-    with faked():
-        return perform(result)
 
 
 def refuse(number: int) -> Row:

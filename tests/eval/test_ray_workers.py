@@ -61,12 +61,18 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    """A cluster of two nodes, on which the environment Sleepy takes 2 ms a step."""
+def cluster() -> Iterator[Nodes]:
+    """A cluster on which the environment Sleepy takes 2 ms a step."""
     with Nodes(TOY_SLEEP_S="0.002") as nodes:
-        nodes.add()
-        nodes.add()
         yield nodes
+
+
+@pytest.fixture
+def nodes(cluster: Nodes) -> Nodes:
+    """The cluster with two nodes, whatever a test before has killed."""
+    while cluster.up < 2:
+        cluster.add()
+    return cluster
 
 
 @contextlib.contextmanager
@@ -194,7 +200,6 @@ def test_a_killed_nodes_tasks_are_taken_up_again_and_nothing_runs_twice(tmp_path
     assert sorted(row["key"] for row in rows_of(said)) == [str(i) for i in range(8)]
     assert said.count("a worker was lost, and its task is started again") == 1
     assert out == ""
-    nodes.add()
 
 
 @pytest.mark.parametrize(
@@ -257,7 +262,7 @@ def test_a_suite_that_was_begun_here_goes_on_there(tmp_path: Path, nodes: Nodes,
     script.write_text(
         "import pickle, sys\nfrom pathlib import Path\nfrom eval.executor import Executor\n"
         "from eval.results import Results\nfrom eval.suite import run\nfrom eval.suite.command import SUITE\n"
-        "from eval.suite.suite import Suite\nfrom tests.eval.ray_tasks import perform_faked\n"
+        "from eval.suite.suite import Suite\nfrom tests.eval.suite.worlds import perform_faked\n"
         "if __name__ == '__main__':\n"
         "    run.perform = perform_faked\n"
         "    plan = pickle.loads(Path('plan').read_bytes())\n"
@@ -304,7 +309,6 @@ def test_a_population_outlives_a_node(tmp_path: Path, nodes: Nodes) -> None:
     # The lost run went on from its checkpoint; no other began twice.
     assert sorted(map(len, commands)) == [1, 1, 2]
     assert all(line.startswith("cli.py train base") for lines in commands for line in lines)
-    nodes.add()
 
 
 def iterations(runs: Path) -> list[int]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import envs.serving.replay
-from eval.results import Results
+from eval.results import Results, Row
 from eval.suite.cells import Cell
 from eval.suite.command import SUITE
 from eval.suite.entries import entries
 from eval.suite.plan import Plan, Size
 from eval.suite.suite import Suite
-from eval.suite.tasks import perform
+from eval.suite.tasks import Result, perform
 from helm_rl.scenario import Scenario
 from tests.eval.fakes import FakeServing
 
@@ -77,3 +77,9 @@ def faked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(envs.serving.replay, "replay", serving())
         yield
+
+
+def perform_faked(result: Result[Any]) -> Row:
+    """Measure a result so, in whatever process."""
+    with faked():
+        return perform(result)

@@ -27,7 +27,7 @@ from helm_rl.checkpoint import POLICY_FILE, BoundsSection
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
-from helm_rl.metrics import SHED_FACTOR
+from helm_rl.metrics import shed_ms
 from helm_rl.runtime.counters import Cause
 from helm_rl.runtime.server import HookServer
 from helm_rl.scenario import Scenario, load_scenario
@@ -323,14 +323,14 @@ def uncounted(due: Mapping[Cause, float], refused: Mapping[Cause, float]) -> flo
 
 def _served(node: LiveNode, begin_ns: int) -> dict[str, Figure]:
     """Return how many requests were served since `begin_ns`, how well, and the longest time in which none was."""
-    from eval.live.lost import PATIENCE_S, lost
+    from eval.live.lost import lost
 
     end_ns = node.clock_ns()
-    out = lost(node, begin_ns, end_ns, PATIENCE_S)
+    out = lost(node, begin_ns, end_ns)
     totals = node.totals
     arrival_ns, took_ms = node.trace.arrival_ns, node.latency_ms.astype(np.float64)
     done = (arrival_ns >= begin_ns) & ~np.isnan(took_ms)
-    shed = done & (took_ms == np.float32(SHED_FACTOR * node.scenario.slo_ms))  # which latencies are kept in
+    shed = done & (took_ms == shed_ms(node.scenario.slo_ms))
     done_ns = np.sort(arrival_ns[done & ~shed] + (took_ms[done & ~shed] * 1e6).astype(np.int64))
     gaps_ns = np.diff(done_ns, prepend=begin_ns, append=end_ns)
     return {

@@ -140,7 +140,7 @@ def measure(args: Args, progress: Progress) -> dict[str, Figure]:
 
 
 def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progress) -> dict[str, Figure]:
-    from eval.live.lost import PATIENCE_S, lost
+    from eval.live.lost import lost
 
     control = env.scenario.control
     target = 0.5 * (control.alpha_min + control.alpha_max)
@@ -173,7 +173,7 @@ def _replay(env: HelmLiveEnv, ahead: int, warm: int, steps: int, progress: Progr
     end = env.totals
     node = env.node
     last_ns = node.now_ns
-    out = lost(node, first_ns, last_ns, PATIENCE_S)
+    out = lost(node, first_ns, last_ns)
     served_ms = node.latency_ms[(node.trace.arrival_ns >= first_ns) & (node.trace.arrival_ns < last_ns)]
     served_ms[np.isnan(served_ms)] = np.inf
     growth, slope = memory_growth(np.array(time_s), np.array(rss_mib))

@@ -22,7 +22,7 @@ from eval.sweep import STEP, Curve, Sweep, Work, half_of, pooled_curve, sweep_ad
 from helm_rl.control.protocol import Controller
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure
-from helm_rl.metrics import SHED_FACTOR
+from helm_rl.metrics import shed_ms
 from helm_rl.scenario import scenario_hash
 
 if TYPE_CHECKING:
@@ -373,12 +373,12 @@ def steady_optimum(
 
 def _overloaded(scenario: Scenario, results: Sequence[SeedResult]) -> list[str]:
     """Name the segments in which every static sheds over 1 %: there P99 is the price of shedding alone."""
-    shed_ms = float(np.float32(SHED_FACTOR * scenario.slo_ms))
+    shed = float(shed_ms(scenario.slo_ms))
     spans = results[0].sweep.part.spans
     found = [
         f"{span.label} from {span.start_ns / 1e9:.0f} s"
         for index, span in enumerate(spans)
-        if any(result.sweep.settled[index].p99_ms.min() == shed_ms for result in results)
+        if any(result.sweep.settled[index].p99_ms.min() == shed for result in results)
     ]
     if not found:
         return []

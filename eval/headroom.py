@@ -29,7 +29,7 @@ from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
-from helm_rl.metrics import SHED_FACTOR
+from helm_rl.metrics import shed_ms
 from helm_rl.scenario import Load, load_scenario
 
 if TYPE_CHECKING:
@@ -398,12 +398,12 @@ def answer(found: Headroom) -> str:
     where = f"On this trace ({found.name})" if found.recorded else f"On the load of scenario {found.name}"
     hindsight = ", ".join(dict.fromkeys(alpha_text(room.swept.hindsight) for room in rooms))
     deployable = alpha_text(rooms[0].deployable)
-    shed_ms = float(np.float32(SHED_FACTOR * found.scenario.slo_ms))
+    price_ms = float(shed_ms(found.scenario.slo_ms))
 
     def draws(shed: int) -> str:
         return "" if shed == len(rooms) else f" in {shed} of {len(rooms)} draws"
 
-    if lost := sum(room.reference.p99_ms == shed_ms for room in rooms):
+    if lost := sum(room.reference.p99_ms == price_ms for room in rooms):
         return (
             f"{where} every static sheds more than 1 % of the requests{draws(lost)}, and so does the best schedule "
             "found: P99 is the price of shedding, whatever alpha does. Give the node less load, or more hardware, and "
@@ -416,10 +416,10 @@ def answer(found: Headroom) -> str:
         f"finds, against the best static in hindsight, {hindsight}; against {deployable}, the static that could have "
         f"been deployed without knowing the load, by {percent(against)}. "
     )
-    if rescued := sum(room.static.p99_ms == shed_ms for room in rooms):
+    if rescued := sum(room.static.p99_ms == price_ms for room in rooms):
         text += (
             f"Every static sheds more than 1 % of the requests{draws(rescued)}, which counts as a P99 of "
-            f"{shed_ms:,.0f} ms; the schedule does not. "
+            f"{price_ms:,.0f} ms; the schedule does not. "
         )
     spread = 2.0 * found.error if np.isfinite(found.error) else 0.0
     if found.value - spread >= WORTH:

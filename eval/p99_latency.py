@@ -13,7 +13,7 @@ from eval.command import EvalArgs, console, evaluate
 from eval.comparison import Comparison
 from eval.summary import footnotes, headline
 from eval.wording import interval_ms, milliseconds, percent
-from helm_rl.metrics import SHED_FACTOR
+from helm_rl.metrics import shed_ms
 
 
 @dataclass
@@ -49,7 +49,7 @@ def latency_table(comparison: Comparison) -> Table:
     onset = ("P99 of bursts' first 10 s, ms",) if bursts else ()
     for heading in ("P99 ms", "P50 ms", "mean P99 of 10 s, ms", *onset, "within SLO", "served/s", "regret"):
         table.add_column(heading, justify="right")
-    shed_ms = np.float32(SHED_FACTOR * comparison.scenario.slo_ms)
+    shed = shed_ms(comparison.scenario.slo_ms)
     for row in comparison.rows:
         found = {
             key: comparison.estimate(row.key, key)
@@ -64,6 +64,6 @@ def latency_table(comparison: Comparison) -> Table:
             *([milliseconds(found["onset_p99_ms"].value)] if bursts else []),
             f"{100 * found['slo'].value:.2f} %",
             f"{found['throughput'].value:.1f}",
-            "shed" if found["p99_ms"].value == shed_ms else percent(found["regret"].value),
+            "shed" if found["p99_ms"].value == shed else percent(found["regret"].value),
         )
     return table

@@ -26,7 +26,7 @@ from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import atomic_file, check_outputs
-from helm_rl.metrics import SHED_FACTOR, p99_ms, quantile_ms
+from helm_rl.metrics import SHED_FACTOR, p99_ms, quantile_ms, shed_ms
 from helm_rl.scenario import Scenario, for_nodes, load_scenario
 from helm_rl.workloads.generate import generate
 from helm_rl.workloads.trace import BASE, Trace
@@ -420,7 +420,7 @@ def reduce(result: ClusterReplay, trace: Trace, scenario: Scenario) -> Served:
         imbalance=imbalance(result, start_s),
         critical_gb=sum(node.fetched_bytes for node in nodes) * 1e-9,
         refilled_gb=sum(node.refilled_bytes for node in nodes) * 1e-9,
-        shed=float((latency_ms == np.float32(SHED_FACTOR * scenario.slo_ms)).mean()),
+        shed=float((latency_ms == shed_ms(scenario.slo_ms)).mean()),
         burst_p99_ms=tuple(p99_ms(part) for part in bursts),
         window_s=middles,
         window_p99_ms=np.array([p99_ms(part) for part in np.split(latency_ms, cuts)]),

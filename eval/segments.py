@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from eval.statistics import Floats, survival_curve
 from helm_rl.errors import UserError
-from helm_rl.metrics import SHED_FACTOR, p99_ms, quantile_ms
+from helm_rl.metrics import p99_ms, quantile_ms, shed_ms
 
 if TYPE_CHECKING:
     from envs.serving.replay import Replay
@@ -154,7 +154,7 @@ def reduce_replay(replay: Replay, trace: Trace, part: Measured, slo_ms: float) -
     if not np.isfinite(measured).all():
         pending = int((~np.isfinite(measured)).sum())
         raise RuntimeError(f"{pending} measured requests of trace {trace.meta.name!r} never ended in the replay")
-    shed = int((measured == np.float32(SHED_FACTOR * slo_ms)).sum())
+    shed = int((measured == shed_ms(slo_ms)).sum())
     tail_ms, tail_share = survival_curve(measured)
     window_s, window_p99_ms = _windows(measured, trace.arrival_ns[part.first :], part.start_ns)
     return Run(

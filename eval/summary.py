@@ -9,7 +9,7 @@ import numpy as np
 from eval.comparison import DEPLOYABLE, HALF, HINDSIGHT, OPTIMUM, POLICY, REFERENCE, Comparison
 from eval.segments import FlatSet
 from eval.wording import milliseconds, percent
-from helm_rl.metrics import SHED_FACTOR
+from helm_rl.metrics import shed_ms
 
 
 def headline(comparison: Comparison) -> str:
@@ -17,7 +17,7 @@ def headline(comparison: Comparison) -> str:
 
     def p99(key: str) -> str:
         value = comparison.estimate(key, "p99_ms").value
-        shed = value == np.float32(SHED_FACTOR * comparison.scenario.slo_ms)
+        shed = value == shed_ms(comparison.scenario.slo_ms)
         return f"{milliseconds(value)} ms" + (" (more than 1 % were shed)" if shed else "")
 
     draws = len(comparison.results)

@@ -12,7 +12,7 @@ import io
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,9 +38,9 @@ TIMED_ENV = "helm_rl_timed/Env-v0"
 
 @dataclass(frozen=True)
 class Settings:
-    """What the three have in common; the defaults are `train base`'s. gamma: per step."""
+    """What the three have in common; the defaults are `train base`'s, and so are the names. gamma: per step."""
 
-    timesteps: int
+    total_timesteps: int
     gamma: float
     num_envs: int = 8
     num_steps: int = 128
@@ -117,29 +117,14 @@ def timed(loop: Loop, envs: Sequence[gym.Env[Any, Any]], settings: Settings, see
     finally:
         torch.set_num_threads(threads)
     steps = sum(env.steps for env in clocked)
-    if steps != settings.timesteps:
-        raise RuntimeError(f"a loop took {steps} steps instead of {settings.timesteps}")
+    if steps != settings.total_timesteps:
+        raise RuntimeError(f"a loop took {steps} steps instead of {settings.total_timesteps}")
     return Trained(policy, steps, cpu_s, sum(env.seconds for env in clocked))
 
 
 def helm_loop(envs: Sequence[Clocked], settings: Settings, seed: int) -> Policy:
     """Train with `train base`'s loop: checkpoints and TensorBoard's log as always, without held-out arrivals."""
-    args = ppo_base.Args(
-        seed=seed,
-        total_timesteps=settings.timesteps,
-        num_envs=settings.num_envs,
-        num_steps=settings.num_steps,
-        gamma=settings.gamma,
-        gae_lambda=settings.gae_lambda,
-        num_minibatches=settings.num_minibatches,
-        update_epochs=settings.update_epochs,
-        learning_rate=settings.learning_rate,
-        anneal_lr=False,
-        clip_coef=settings.clip_coef,
-        vf_coef=settings.vf_coef,
-        max_grad_norm=settings.max_grad_norm,
-        validate_every=0,
-    )
+    args = ppo_base.Args(seed=seed, anneal_lr=False, validate_every=0, **asdict(settings))
     vector = ThreadedVectorEnv(envs, threads=1, only_ends=True)
     (observation_size,), (action_size,) = envs[0].observation_space.shape, envs[0].action_space.shape  # type: ignore[misc]
     section = EnvironmentSection(env_id=args.env_id, observation_size=observation_size, action_size=action_size)
@@ -162,23 +147,7 @@ def example_loop(envs: Sequence[Clocked], settings: Settings, seed: int) -> Poli
     gym.register(TIMED_ENV, entry_point=hand_out)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            agent = script.main(
-                script.Args(
-                    env_id=TIMED_ENV,
-                    seed=seed,
-                    total_timesteps=settings.timesteps,
-                    learning_rate=settings.learning_rate,
-                    num_envs=settings.num_envs,
-                    num_steps=settings.num_steps,
-                    gamma=settings.gamma,
-                    gae_lambda=settings.gae_lambda,
-                    num_minibatches=settings.num_minibatches,
-                    update_epochs=settings.update_epochs,
-                    clip_coef=settings.clip_coef,
-                    vf_coef=settings.vf_coef,
-                    max_grad_norm=settings.max_grad_norm,
-                )
-            )
+            agent = script.main(script.Args(env_id=TIMED_ENV, seed=seed, **asdict(settings)))
     finally:
         gym.registry.pop(TIMED_ENV)
     return _policy(agent.actor_mean)
@@ -212,7 +181,7 @@ def sb3_loop(envs: Sequence[Clocked], settings: Settings, seed: int) -> Policy:
         seed=seed,
         device="cpu",
     )
-    model.learn(settings.timesteps)
+    model.learn(settings.total_timesteps)
     actor = model.policy
     return _policy(lambda obs: actor.get_distribution(obs.float().unsqueeze(0)).mode()[0])
 

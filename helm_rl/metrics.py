@@ -14,6 +14,11 @@ MOST_REGRET = 1.0
 """Regret, as a share of the reference's P99, beyond which a policy counts as no worse in a mean."""
 
 
+def shed_ms(slo_ms: float) -> np.float32:
+    """Return the latency that a request shed under this SLO, ms, is recorded with, in the float32 that latencies are."""
+    return np.float32(SHED_FACTOR * slo_ms)
+
+
 @dataclass(frozen=True, slots=True)
 class WindowStats:
     """Counters of one window of serving: [start_ns, end_ns) of the trace's clock.

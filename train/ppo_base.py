@@ -906,6 +906,7 @@ def learn(
                     means_at[step] = forward(actor_layers, obs_at[step])[1]
                     np.add(means_np[step], noise_np[step], out=actions_np[step])
                     action = np.minimum(np.maximum(actions_np[step], action_space.low), action_space.high)
+                    action_log[logged + step] = action
                     obs, rewards[step], terminated, truncated, infos = envs.step(action)
                     np.logical_or(terminated, truncated, out=ends[step])
                     if not (math.isfinite(obs.sum()) and math.isfinite(rewards[step].sum())):  # or only their sum
@@ -919,8 +920,7 @@ def learn(
                             check_finite(where, final_observation=final)
                             truncations.append((step, cut, net.normaliser(torch.from_numpy(final)) * read))
 
-                # Accounting, out of the steps' way: the actions as the environments got them, and episodes
-                action_log[logged : logged + args.num_steps] = np.clip(actions_np, action_space.low, action_space.high)
+                # Accounting of episodes, out of the steps' way
                 logged += args.num_steps
                 for step in range(args.num_steps):
                     episode_return += rewards[step]

@@ -63,12 +63,10 @@ def host_batch(ids: Any, tables: Any, table_count: int) -> tuple[npt.NDArray[np.
             raise ValueError(f"tables must be in [0, {table_count}), got {tables}")
         return (_same if keys.size <= _MOST_KEPT else _same.__wrapped__)(int(tables), keys.size), keys
     # As kernels take them, unless they are something else: conversions there and back take as long as a look-up.
-    plain = _is_plain(tables, np.int16)
-    numbers = tables if plain else as_ids(tables, "tables")
+    numbers: npt.NDArray[np.integer] = tables if _is_plain(tables, np.int16) else as_ids(tables, "tables")
     if numbers.size != keys.size:
         raise ValueError(f"tables must have one entry per id: {numbers.size} for {keys.size} ids")
-    known = _outside(tables, table_count) < 0 if plain else not ((numbers < 0) | (numbers >= table_count)).any()
-    if not known:
+    if _outside(numbers, table_count) >= 0:
         raise ValueError(f"tables must be in [0, {table_count}), got {numbers.min()}..{numbers.max()}")
     return numbers.astype(np.int16, copy=False), keys
 
@@ -96,7 +94,7 @@ def _first_unknown(tables: npt.NDArray[np.int16], keys: npt.NDArray[np.int64], l
 
 
 @kernel
-def _outside(numbers: npt.NDArray[np.int16], limit: int) -> int:
+def _outside(numbers: npt.NDArray[np.integer], limit: int) -> int:
     """Return the first number outside [0, limit), -1: none."""
     for i in range(numbers.size):
         if numbers[i] < 0 or numbers[i] >= limit:

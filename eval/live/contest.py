@@ -14,7 +14,7 @@ from envs.serving.live import LiveNode
 from envs.serving.live_adapter import LiveAdapter
 from eval.live.errors import drain
 from eval.sweep import Sweep
-from helm_rl.metrics import SHED_FACTOR, p99_ms, quantile_ms
+from helm_rl.metrics import p99_ms, quantile_ms, shed_ms
 from helm_rl.runtime.loop import ControlLoop
 from helm_rl.runtime.steering import Steering
 from helm_rl.scenario import Scenario
@@ -63,8 +63,7 @@ class Result:
 
     def shed(self, slo_ms: float) -> int:
         """Return how many requests were refused."""
-        # Latencies are kept in float32, and this one need not be a number of it.
-        return int((self.latency_ms == np.float32(SHED_FACTOR * slo_ms)).sum())
+        return int((self.latency_ms == shed_ms(slo_ms)).sum())
 
     def ratio_gap(self, swept: Sweep) -> float:
         """Return the mean distance of alpha, in each segment's settled half, to the model clock's best one there."""

@@ -15,7 +15,7 @@ from envs.serving.node import NodeSim
 from envs.serving.queues import QueueState
 from eval.comparison import steady_scenario
 from eval.live.ladder import flop
-from eval.live.lost import PATIENCE_S, lost
+from eval.live.lost import lost
 from helm_rl import latency
 from helm_rl.errors import UserError
 from helm_rl.metrics import WindowStats, quantile_ms
@@ -136,7 +136,7 @@ def drain(node: LiveNode, until_ns: int) -> None:
     Raises:
         RuntimeError: somebody was not within two minutes.
     """
-    if out := lost(node, node.trace.meta.measure_from_ns, until_ns, PATIENCE_S):
+    if out := lost(node, node.trace.meta.measure_from_ns, until_ns):
         raise RuntimeError(f"{out} requests were neither served nor shed")
 
 

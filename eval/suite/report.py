@@ -22,7 +22,7 @@ from eval.wording import interval_ms, milliseconds
 from helm_rl import __version__
 from helm_rl.figures import command
 from helm_rl.files import write_text
-from helm_rl.metrics import SHED_FACTOR
+from helm_rl.metrics import shed_ms
 from helm_rl.scenario import scenario_hash
 
 
@@ -147,7 +147,7 @@ def _room(cell: CellSummary) -> str:
 
 def _values(cell: CellSummary, key: str) -> dict[str, str]:
     p99 = cell.comparison.estimate(key, "p99_ms")
-    shed = p99.value >= np.float32(SHED_FACTOR * cell.cell.scenario.slo_ms)
+    shed = p99.value >= shed_ms(cell.cell.scenario.slo_ms)
     return {
         "p99": "sheds" if shed else milliseconds(p99.value),
         "interval": "" if shed else interval_ms(p99),

@@ -56,7 +56,7 @@ def test_the_time_in_the_environment_is_no_overhead_and_sleep_is_no_time() -> No
 
     def loop(envs: Any, settings: Settings, seed: int) -> Any:
         envs[0].reset(seed=seed)
-        for _ in range(settings.timesteps):
+        for _ in range(settings.total_timesteps):
             envs[0].step([0.0])
             until = time.thread_time() + 0.001
             while time.thread_time() < until:

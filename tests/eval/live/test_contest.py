@@ -77,7 +77,7 @@ def test_all_serve_the_same_schedule_in_turns_and_a_controller_sees_no_pause(sce
 
 
 def test_a_request_that_is_lost_ends_it(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.live.errors.PATIENCE_S", 0.2)
+    monkeypatch.setattr("eval.live.lost.PATIENCE_S", 0.2)
     serve = LiveNode._serve_batch
 
     def lose(node: LiveNode, batch: Any) -> None:

@@ -15,7 +15,7 @@ from eval.results import Row
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures
 from helm_rl.files import check_outputs
-from helm_rl.shipped import shipped_names
+from helm_rl.shipped import newest_base
 
 if TYPE_CHECKING:
     from eval.scaling.summary import Scaling
@@ -49,7 +49,7 @@ class Args:
     arrivals, setup} (of a whole run's CPU time: serving node by node, what it takes more in order of arrival, the
     router, Python once per interval, drawing arrivals, making nodes);
     scaling.linearity.<checked>_nodes (what the whole run took over what the short one foretold),
-    scaling.policy_ratio.<checked>_nodes (CPU time of a run under the latest shipped policy over that under a static),
+    scaling.policy_ratio.<checked>_nodes (CPU time of a run under the shipped base policy over that under a static),
     scaling.node_mib (a node's state), scaling.bytes_per_request (memory of a longer run), scaling.two_processes (work
     of two processes at once over that of one, by CPU time), scaling.two_processes.arithmetic (the same of plain
     arithmetic: what the machine allows).
@@ -95,13 +95,13 @@ def measure(args: Args, workers: Workers) -> list[Row]:
     from eval.scaling import cost
 
     tasks = [Task(cost.prepare, (), 2.0)]
-    for nodes in (*args.nodes, args.checked):
-        share = 1.0 if nodes <= args.checked and len(tasks) <= len(args.nodes) else args.share
+    sizes = [(nodes, 1.0 if nodes <= args.checked else args.share) for nodes in args.nodes]
+    for nodes, share in (*sizes, (args.checked, args.share)):
         parts = nodes in (PARTS_EVERY**k for k in range(nodes.bit_length()))
         tasks.append(Task(cost.measure, (nodes, share, parts, LEAST_S), 4.0 + nodes * share * (3.0 if parts else 1.5)))
-    policies = shipped_names()
-    if policies:
-        tasks.append(Task(cost.measure_policy, (args.checked, args.share, policies[-1]), 10.0))
+    policy = newest_base()
+    if policy is not None:
+        tasks.append(Task(cost.measure_policy, (args.checked, args.share, policy), 10.0))
     return _results(workers, tasks, "runs")
 
 

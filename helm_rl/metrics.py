@@ -15,7 +15,7 @@ MOST_REGRET = 1.0
 
 
 def shed_ms(slo_ms: float) -> np.float32:
-    """Return the latency that a request shed under this SLO, ms, is recorded with, in the float32 that latencies are."""
+    """Return the latency, ms, that a request shed under this SLO is recorded with, in latencies' own float32."""
     return np.float32(SHED_FACTOR * slo_ms)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,12 @@ FOLDER = Path(__file__).resolve().parent.parent / "checkpoints"
 def shipped_names() -> list[str]:
     """Return the names of the bundles that ship with helm-rl."""
     return sorted(path.parent.name for path in FOLDER.glob(f"*/{CONFIG_FILE}"))
+
+
+def newest_base() -> str | None:
+    """Return the name of the shipped base policy of the highest version, None where none is shipped."""
+    versions = {int(found[1]): name for name in shipped_names() if (found := re.fullmatch(r"helm-base-v(\d+)", name))}
+    return versions[max(versions)] if versions else None
 
 
 def bundle_path(name_or_path: str | Path) -> Path:

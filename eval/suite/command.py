@@ -33,7 +33,7 @@ from helm_rl import __version__
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures
 from helm_rl.files import check_outputs, refuse_existing
-from helm_rl.shipped import shipped_names
+from helm_rl.shipped import newest_base
 
 REPORT, FIGURES = "report.html", "figures.json"
 FILES = (OPTIONS, RESULTS, REPORT, FIGURES, RUNS)
@@ -67,8 +67,8 @@ class Args:
     output: Path
     """Folder of the results; one that holds a part of this suite is completed."""
     policy: Path | None = None
-    """Bundle of the policy: a folder, as `helm-rl export` writes it, or the name of a shipped one (default: the latest
-    shipped one, or none where none is)."""
+    """Bundle of the policy: a folder, as `helm-rl export` writes it, or the name of a shipped one (default: the newest
+    shipped base policy, helm-base-v1 as yet)."""
     beside: tuple[Path, ...] = ()
     """Bundles to measure beside it, with their ablations, each a row under its folder's name: the same policy below
     other layers, say. What a bundle has in common with the policy is measured once."""
@@ -147,7 +147,9 @@ def plan_of(args: Args) -> Plan:
         if all(cell.family != NODE for cell in found):
             raise UserError(f"--traces: recorded arrivals are served by the node of {NODE}; add it to --families")
         found += recorded_cells(args.traces)
-    policy = args.policy if args.policy is not None else next((Path(name) for name in shipped_names()[::-1]), None)
+    policy = args.policy
+    if policy is None and (newest := newest_base()) is not None:
+        policy = Path(newest)
     chosen = entries(policy, args.controller, [cell.scenario for cell in found], args.beside)
     return Plan(tuple(found), tuple(chosen), size)
 

@@ -17,7 +17,6 @@ from eval.processes import Task, Workers, working_processes
 from eval.results import Row
 from eval.scaling.cost import measure, measure_beside, measure_policy, prepare
 from helm_rl.errors import UserError
-from helm_rl.shipped import shipped_names
 from tests.eval.scaling.test_summary import cost
 
 
@@ -84,7 +83,7 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     runs = [task.arguments[:3] for task in told.tasks if task.function is measure]
     assert runs == [(1, 1.0, True), (2, 1.0, False), (4, 0.1, True), (8, 0.1, False), (2, 0.1, False)]
     assert told.tasks[0].function is prepare
-    assert [task.arguments[2] for task in told.tasks if task.function is measure_policy] == shipped_names()[-1:]
+    assert [task.arguments[2] for task in told.tasks if task.function is measure_policy] == ["helm-base-v1"]
     assert [task.function for task in told.tasks[-3:]] == [measure_beside] * 3  # one, then two at once
     assert told.tasks[-1].arguments[3] is told.tasks[-2].arguments[3] is not told.tasks[-3].arguments[3]
     found = {name: figure["value"] for name, figure in json.loads(figures.read_text())["figures"].items()}

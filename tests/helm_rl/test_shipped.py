@@ -6,7 +6,7 @@ import pytest
 
 from eval.command import fitting_bundle
 from helm_rl import shipped
-from helm_rl.checkpoint import CARD_FILE, POLICY_FILE, load_bundle
+from helm_rl.checkpoint import CARD_FILE, CONFIG_FILE, POLICY_FILE, load_bundle
 from helm_rl.cli import main as cli
 from helm_rl.scenario import load_scenario
 from tests.eval.conftest import bundle_maker
@@ -28,6 +28,15 @@ def test_what_is_shipped_is_listed(folder: Path, capsys: pytest.CaptureFixture[s
     assert cli(["checkpoints", "list"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "helm-base-v1" in line]
     assert all(word in line for word in ("base", "burst", "1,234", "1 s"))
+
+
+def test_the_newest_base_policy_is_that_of_the_highest_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    assert shipped.newest_base() is None
+    for name in ("helm-adaptive-v11", "helm-base-v9", "helm-base-v10", "helm-base-v10-small", "zebra"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CONFIG_FILE).touch()
+    assert shipped.newest_base() == "helm-base-v10"
 
 
 def test_nothing_shipped_is_a_sentence(

@@ -71,7 +71,9 @@ def read_figures(path: Path) -> Measured:
     metrics = []
     for name, value in values.items():
         found = _POLICY_FIGURE.fullmatch(name)
-        if found is not None and isinstance(value, int | float) and not isinstance(value, bool):
+        if found is None or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if -1e300 < value < 1e300:  # NaN is not; a number of more digits than a float's was not measured
             kind = found["metric"]
             metrics.append(Metric(found["pattern"], kind, METRICS[kind], float(value)))
     if not metrics or not isinstance(command, str):

@@ -35,7 +35,10 @@ ABOUT = {
 }
 GOALS = {EXAMPLE: 1 / 3, SB3: 1 / 2}
 """Our overhead over theirs, at most."""
+ITERATION = 1024
+"""Steps of an iteration, over all environments; of a warm-up, too."""
 TRACES = 8
+"""Draws of arrivals that are trained on, and held out."""
 HELD_SEED = 1
 """Of the arrivals that policies are judged on; those of training have the seed 0."""
 DISCOUNT_S = 60.0
@@ -102,11 +105,11 @@ def main(args: Args) -> None:
     from helm_rl.scenario import load_scenario
 
     check_outputs(args.overwrite, (args.scenario,), json=args.json)
-    for name, least in {"timesteps": 1024, "repeats": 1, "episodes": 1}.items():
+    for name, least in {"timesteps": ITERATION, "repeats": 1, "episodes": 1}.items():
         if getattr(args, name) < least:
             raise UserError(f"--{name} must be at least {least}, got {getattr(args, name)}")
-    if args.timesteps % 1024:
-        raise UserError(f"--timesteps must be whole iterations of 1,024, got {args.timesteps}")
+    if args.timesteps % ITERATION:
+        raise UserError(f"--timesteps must be whole iterations of {ITERATION:,}, got {args.timesteps}")
     scenario = load_scenario(args.scenario)
     if scenario.hardware.nodes != 1 or scenario.event:
         raise UserError(f"scenario {scenario.name} is a cluster's; one node's is needed, without [[event]] tables")
@@ -175,7 +178,7 @@ def measure(args: Args, scenario: Scenario, loops: dict[str, Loop], advance: Cal
     names = list(loops)
     for name in names:
         advance(f"warming up: {ABOUT[name]}")
-        train(name, 1024, 0)
+        train(name, ITERATION, 0)
     trained: dict[str, list[Trained]] = {name: [] for name in names}
     returns: dict[str, list[Floats]] = {name: [] for name in names}
     for k in range(args.repeats):

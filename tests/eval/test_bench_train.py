@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -12,10 +13,22 @@ import numpy as np
 import pytest
 
 from eval import bench_train, training_loops
-from eval.bench_train import EXAMPLE, HELM, SB3, Args, Measured, figures_of, loops_table, main, return_sentences
+from eval.bench_train import (
+    EXAMPLE,
+    HELM,
+    ITERATION,
+    SB3,
+    Args,
+    Measured,
+    figures_of,
+    loops_table,
+    main,
+    return_sentences,
+)
 from eval.training_loops import Clocked, Settings, Trained, episode_returns, helm_loop, timed
 from helm_rl.errors import UserError
 from tests.envs.worlds import QUICK, scenario
+from train import ppo_base
 
 
 class Guess(gym.Env[Any, Any]):
@@ -91,7 +104,21 @@ def test_a_slower_environment_leaves_the_overhead_alone_and_each_loop_learns(nam
     assert episode_returns(learnt.policy, Guess(), range(8)).mean() > still / 4
 
 
-def test_the_policy_is_clipped_to_the_bounds_and_judged_from_the_given_seeds() -> None:
+def test_all_have_the_defaults_of_train_base() -> None:
+    theirs = dataclasses.asdict(ppo_base.Args())
+    ours = dataclasses.asdict(Settings(ITERATION, 0.9))
+    assert {name: theirs[name] for name in ours if name not in ("total_timesteps", "gamma")} == {
+        name: value for name, value in ours.items() if name not in ("total_timesteps", "gamma")
+    }
+    assert ours["num_envs"] * ours["num_steps"] == ITERATION
+
+
+def test_actions_are_clipped_to_the_bounds() -> None:
+    act = training_loops._policy(lambda obs: 3.0 * obs)
+    assert act(np.array([0.5, -0.2, -4.0], np.float32)).tolist() == pytest.approx([1.0, -0.6, -1.0])
+
+
+def test_policies_are_judged_from_the_given_seeds() -> None:
     def act(obs: Any) -> Any:
         seen.append(float(obs[0]))
         return np.zeros(1)

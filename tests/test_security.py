@@ -178,6 +178,8 @@ def test_listeners_are_on_the_loopback_address_by_default_and_all_told_of() -> N
     assert (own["RAY_AUTH_MODE"], ray_workers.ENVIRONMENT["RAY_USAGE_STATS_ENABLED"]) == ("token", "0")
     for name in ("`helm-rl control`", "`helm_rl.runtime.server.HookServer`", "`helm-rl bench control`"):
         assert f"| {name}" in TEXT
+    assert {path for path, text in sources() if ".Manager()" in text} == {"eval/bench_scaling.py"}
+    assert "| `helm-rl bench scaling`" in TEXT
 
 
 class Payload:

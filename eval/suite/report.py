@@ -71,8 +71,7 @@ def headline(summary: Summary, found: Sequence[Goal]) -> str:
         best = min(summary.rules, key=lambda row: summary.over_hindsight(row.key).value)
         return (
             f"{where}, the P99 of the static that could have been deployed was {_than(deployable.value)} that of the "
-            f"best "
-            f"static in hindsight, and that of the best rule, {best.title}, "
+            f"best static in hindsight, and that of the best rule, {best.title}, "
             f"{_than(summary.over_hindsight(best.key).value)}."
         )
     ours = summary.over_hindsight(POLICY)
@@ -83,10 +82,8 @@ def headline(summary: Summary, found: Sequence[Goal]) -> str:
     met = sum(bool(goal.reached) for goal in reached)
     return (
         f"{where}, HELM's P99 was {_than(ours.value)}{between} that of the best static in hindsight, which nobody can "
-        f"know "
-        f"beforehand; it was better than the static that could have been deployed on {better} of the {len(moving)} "
-        f"loads "
-        f"that change, and met {met} of {len(reached)} goals."
+        f"know beforehand; it was better than the static that could have been deployed on {better} of the "
+        f"{len(moving)} loads that change, and met {met} of {len(reached)} goals."
     )
 
 
@@ -186,9 +183,8 @@ def _burst(cell: CellSummary) -> Plot:
         comparison,
         f"Alpha over time through a burst, and the P99 of 10 s windows. P99 of the whole run: {p99}.",
         "Above: α as applied and as asked for, beside α*, the best α of each segment, and its flat set (within 2 % of "
-        "the "
-        "least P99). Below: P99 of the requests that arrive in each 10 s. The shaded stretch is the burst. "
-        "Thin lines: the other draws.",
+        "the least P99). Below: P99 of the requests that arrive in each 10 s. The shaded stretch is the burst. Thin "
+        "lines: the other draws.",
     )
 
 
@@ -271,11 +267,9 @@ def _map(cells: Sequence[MapCell]) -> Plot | None:
         map_strips,
         cells,
         f"Headroom of {len(cells)} cells: {100 * np.median(rooms):.1f} % in the median, {100 * rooms.max():.0f} % at "
-        f"most. "
-        f"The deployable static is {100 * np.median(losses):.0f} % slower in the median.",
+        f"most. The deployable static is {100 * np.median(losses):.0f} % slower in the median.",
         f"A dot for each of {len(cells)} cells of helm-rl eval map, of models, links, host tiers, histories, hot "
-        f"shares and "
-        "loads. The dotted line is 10 %; what is below .1 % stands at .1 %.",
+        "shares and loads. The dotted line is 10 %; what is below .1 % stands at .1 %.",
     )
 
 
@@ -293,16 +287,14 @@ def _limits(summary: Summary) -> list[str]:
         "Intervals are 95 % bootstrap intervals of interquartile means over the draws: too narrow where draws are few.",
         "The loads were set by statics alone, before any controller was seen on them (python -m eval.suite.calibrate); "
         "nothing was trained, chosen or tuned on the draws that are evaluated, but for the static in hindsight, the "
-        "best "
-        "single static and the best rule, which makes these opponents stronger.",
+        "best single static and the best rule, which makes these opponents stronger.",
         "A capacity is the largest multiple of the load at which P99 stays within the SLO, with the same static or "
         "policy.",
     ]
     if any(cell.cell.family == RECORDED for cell in summary.cells):
         lines.append(
             "Real arrivals are those of a log, repeated and compressed until they make the node's load; users and "
-            "items "
-            "are drawn, and differ from draw to draw."
+            "items are drawn, and differ from draw to draw."
         )
     return lines
 

@@ -259,13 +259,11 @@ class Suite:
 
     def _source(self, cell: Cell, number: int, name: str) -> Source:
         """The entry of that key, or the alpha of one of the statics."""
-        match name:
-            case "deployable_static":
-                return self.prepared(cell.family).deployable
-            case "hindsight_static":
-                return self.sweep(cell, number).hindsight
-            case _:
-                return next(entry for entry in self.plan.entries if entry.key == name)
+        if name == DEPLOYABLE:
+            return self.prepared(cell.family).deployable
+        if name == HINDSIGHT:
+            return self.sweep(cell, number).hindsight
+        return next(entry for entry in self.plan.entries if entry.key == name)
 
     def needed(self, result: Result[_Record]) -> _Record:
         """Return what was measured; KeyError where it was not."""

@@ -40,8 +40,8 @@ class Args:
     """
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|URL")]
-    """A training run's folder, or the folder that the runs are in for the newest of them; the log of `helm-rl control`;
-    or http://HOST:PORT, the metrics of a control process or of a server that a mapping describes."""
+    """A training run's folder, or the folder that runs and populations are in for the newest run; the log of
+    `helm-rl control`; or http://HOST:PORT, the metrics of a control process or of a server that a mapping describes."""
     once: bool = False
     """Print what there is to see now, and end."""
     interval_s: Annotated[float | None, _SAID] = None

@@ -54,12 +54,17 @@ class RunSource:
 
 
 def _newest(path: Path) -> Path | None:
-    """Return the folder itself if a run is in it, else that of its folders which was written to last."""
+    """Return the folder itself if a run is in it, else that run in it, or in a population in it, written to last."""
     if _is_run(path):
         return path
-    if not path.is_dir():
-        return None
-    return max((each for each in path.iterdir() if _is_run(each)), key=_written, default=None)
+    found: list[Path] = []
+    for each in _folders(path):
+        found += [each] if _is_run(each) else [run for run in _folders(each) if _is_run(run)]
+    return max(found, key=_written, default=None)
+
+
+def _folders(path: Path) -> list[Path]:
+    return [each for each in path.iterdir() if each.is_dir()] if path.is_dir() else []
 
 
 def _is_run(path: Path) -> bool:

@@ -107,6 +107,19 @@ def test_of_a_folder_of_runs_the_newest_is_watched(tmp_path: Path) -> None:
     assert source.look().title.endswith("new")
 
 
+def test_the_newest_run_may_be_one_of_a_population(tmp_path: Path) -> None:
+    train(tmp_path / "alone", 1, 3)
+    (tmp_path / "seeds" / "logs").mkdir(parents=True)
+    for k, seed in enumerate(("1", "2")):
+        train(tmp_path / "seeds" / seed, 1, 5 + k)
+    for run, at_s in (("alone", 1e9), ("seeds/1", 1.2e9), ("seeds/2", 1.1e9)):
+        for file in (tmp_path / run).iterdir():
+            os.utime(file, (at_s, at_s))
+    frame = RunSource(tmp_path).look()
+    assert frame.title.endswith("seeds/1")
+    assert row(frame, "steps") == "320"
+
+
 def test_a_run_that_stopped_early_or_has_gone_quiet_says_so(tmp_path: Path) -> None:
     train(tmp_path, 1, 4)
     save(tmp_path, 4, stopped="no lower regret on held-out arrivals in 3 looks, after 4 iterations")

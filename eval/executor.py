@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from eval.processes import Workers, working_processes
@@ -43,13 +45,21 @@ class Executor:
 
 
 @contextmanager
-def working(executor: Executor) -> Iterator[Workers]:
-    """Yield what runs tasks, with progress on stderr; whatever ends the block early ends the tasks, too."""
-    if executor.name == "local":
-        with working_processes(executor.jobs) as workers:
-            yield workers
-    else:
-        from eval.ray_workers import ray_workers
+def working(executor: Executor, kept: Path | None = None) -> Iterator[Workers]:
+    """Yield what runs tasks, with progress on stderr; whatever ends the block early ends the tasks, too.
 
-        with ray_workers(executor.jobs, executor.address) as found:
-            yield found
+    kept: the folder of results that the user is told of who stops it.
+    """
+    try:
+        if executor.name == "local":
+            with working_processes(executor.jobs) as workers:
+                yield workers
+        else:
+            from eval.ray_workers import ray_workers
+
+            with ray_workers(executor.jobs, executor.address) as found:
+                yield found
+    except KeyboardInterrupt:
+        if kept is not None:
+            print(f"stopped: what was measured is kept in {kept}; the same command goes on", file=sys.stderr)
+        raise

@@ -19,7 +19,7 @@ def run(grid: Grid, seeds: int, executor: Executor, store: Store) -> None:
     """
     if _complete(grid, seeds, store):
         return
-    with working(executor) as workers:
+    with working(executor, kept=store.folder) as workers:
         settings = grid.settings()
         preparations = [Task(prepare, (grid, setting), 1.0) for setting in settings if store.get(setting.key) is None]
         _work(workers, store, f"loads of {len(settings)} settings", preparations, len(settings))

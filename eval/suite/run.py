@@ -12,7 +12,7 @@ from eval.suite.tasks import perform
 def run(suite: Suite, executor: Executor) -> None:
     """Measure every result that is not there yet; each is stored as it comes, and an interrupt loses those at work."""
     total = sum(suite.plan.stage_cpu_s().values()) + executor.jobs * OVERHEAD_S
-    with working(executor) as workers:
+    with working(executor, kept=suite.store.folder) as workers:
         bar = workers.progress.add_task("", total=total)
         for stage in suite.stages():
             missing = [result for result in stage.results if suite.get(result) is None]

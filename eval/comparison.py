@@ -311,7 +311,7 @@ def compare(
     beaten = sorted({key for result in results for key in result.rechecked})
     if beaten:
         titles = " and ".join(row.title for row in rows if row.key in beaten)
-        notes.append(f"the {titles} beat the reference on some arrivals; a second replay gave the same P99")
+        notes.append(f"the reference was beaten on some arrivals by {titles}; a second replay gave the same P99")
     return Comparison(scenario, pattern, rows, tuple(results), deployable, basis, steady, step, effort, tuple(notes))
 
 

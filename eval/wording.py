@@ -38,3 +38,8 @@ def flat_set(flat: FlatSet) -> str:
     """Show a flat set: `0.56 to 0.64`, or several such, or single alphas."""
     ends = [(f"{low:.2f}", f"{high:.2f}") for low, high in flat]
     return ", ".join(low if low == high else f"{low} to {high}" for low, high in ends)
+
+
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """Show a number of things: `1 draw`, `2 draws`; several: the word for many where it is not one with an s."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"

@@ -28,7 +28,7 @@ from eval.suite.run import run
 from eval.suite.runs import RUNS, write_runs
 from eval.suite.suite import Suite
 from eval.suite.summary import CellSummary, summarise
-from eval.wording import interval_ms, milliseconds
+from eval.wording import counted, interval_ms, milliseconds
 from helm_rl import __version__
 from helm_rl.errors import UserError
 from helm_rl.figures import write_figures
@@ -180,8 +180,9 @@ def _announce(plan: Plan, args: Args) -> None:
     rates = ", ".join(f"{US_PER_REQUEST[family]:g} us ({family})" for family in plan.families)
     cluster = f", and {plan.size.nodes} nodes" if plan.clustered is not None else ""
     Console(stderr=True, highlight=False, markup=False, emoji=False).print(
-        f"{len(plan.cells)} loads, {plan.size.seeds} draws each, {len(plan.entries)} controllers beside the statics"
-        f"{cluster}: about {took:.0f} minutes on {args.jobs} cores, at {rates} a request; less what {args.output} has."
+        f"{len(plan.cells)} loads, {counted(plan.size.seeds, 'draw')} each, {len(plan.entries)} controllers beside the "
+        f"statics{cluster}: about {counted(round(took), 'minute')} on {counted(args.jobs, 'core')}, at {rates} a "
+        f"request; less what {args.output} has."
     )
 
 

@@ -18,7 +18,7 @@ from eval.suite.families import FAMILIES
 from eval.suite.goals import MOVING, Goal, change, fell_short, goals, place
 from eval.suite.plots import MapCell, against_hindsight, burst_cells, map_strips, through_a_burst
 from eval.suite.summary import CellSummary, Summary
-from eval.wording import interval_ms, milliseconds
+from eval.wording import counted, interval_ms, milliseconds
 from helm_rl import __version__
 from helm_rl.figures import command
 from helm_rl.files import write_text
@@ -65,7 +65,9 @@ def headline(summary: Summary, found: Sequence[Goal]) -> str:
     """The result in a sentence or two, with the measured numbers and nothing else."""
     families = len({cell.cell.family for cell in summary.cells})
     draws = len(summary.cells[0].comparison.results)
-    where = f"Over {len(summary.cells)} loads of {_count(families, 'family', 'families')}, {_count(draws, 'draw')} each"
+    where = (
+        f"Over {len(summary.cells)} loads of {counted(families, 'family', 'families')}, {counted(draws, 'draw')} each"
+    )
     deployable = summary.over_hindsight(DEPLOYABLE)
     if not summary.has_policy:
         best = min(summary.rules, key=lambda row: summary.over_hindsight(row.key).value)
@@ -91,10 +93,6 @@ def _than(ratio: float) -> str:
     if ratio >= 2:  # from which on `change` shows a multiple
         return change(ratio)
     return f"{abs(100 * (ratio - 1)):.1f} % {'above' if ratio >= 1 else 'below'}"
-
-
-def _count(number: int, one: str, several: str | None = None) -> str:
-    return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def _tiles(summary: Summary, found: Sequence[Goal]) -> list[Tile]:

@@ -173,7 +173,7 @@ def test_a_policy_that_beats_the_reference_is_replayed_again_and_reported() -> N
     assert found.estimate(POLICY, "regret").value < 0
     assert result.rechecked == (POLICY,)
     assert sum(name == "Knowing" for name, _, _ in fake.calls) == 2
-    assert any("beat the reference" in note for note in found.notes)
+    assert any("the reference was beaten" in note for note in found.notes)
 
 
 def test_a_second_replay_that_differs_is_an_error() -> None:

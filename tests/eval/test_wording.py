@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from eval.comparison import Estimate
-from eval.wording import alpha, flat_set, interval_ms, milliseconds, percent, times
+from eval.wording import alpha, counted, flat_set, interval_ms, milliseconds, percent, times
 
 
 def test_latencies() -> None:
@@ -10,6 +10,11 @@ def test_latencies() -> None:
     assert interval_ms(Estimate(1.0, (135.84, 1140.1), (1.0, 1.0))) == "135.8 to 1,140"
     assert interval_ms(Estimate(1.0, None, (1.0,))) == ""
     assert interval_ms(Estimate(1.0, (1.0, 1.0), (1.0, 1.0))) == ""
+
+
+def test_numbers_of_things() -> None:
+    assert [counted(n, "draw") for n in (0, 1, 2_000)] == ["0 draws", "1 draw", "2,000 draws"]
+    assert [counted(n, "family", "families") for n in (1, 2)] == ["1 family", "2 families"]
 
 
 def test_shares_and_ratios() -> None:

@@ -98,9 +98,9 @@ class Scaling:
 
     @property
     def bytes_per_request(self) -> float:
-        """Memory that a longer run takes for each further request."""
+        """Memory that a longer run takes for each further request; at small sizes what else is held may hide it."""
         whole, short = self.checked
-        return (whole.peak_bytes - short.peak_bytes) / (whole.requests - short.requests)
+        return max(0.0, (whole.peak_bytes - short.peak_bytes) / (whole.requests - short.requests))
 
     def gb(self, whole: Whole) -> float:
         """Return the peak memory of a run of the whole length, in 10^9 bytes."""

@@ -103,6 +103,13 @@ def test_a_whole_run_that_takes_longer_than_foretold_shows() -> None:
     assert slower.suite_runs == 81  # without a policy
 
 
+def test_a_longer_run_takes_no_less_memory_than_a_short_one() -> None:
+    costs = [cost(2, 1.0, peak_bytes=1_000_000_000)]
+    found = Scaling(costs, (costs[0], cost(2, 0.1, peak_bytes=1_000_500_000)), (1, 1), None)
+    assert found.bytes_per_request == 0.0
+    assert found.gb(Whole(costs[0])) == 1.0
+
+
 def test_the_tables_are_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "CACHES", Path("/nonexistent"))
     found = scaling()

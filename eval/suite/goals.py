@@ -147,7 +147,9 @@ def change(ratio: float) -> str:
     """Show a ratio as a change: `-12.3 %`; from twice on as a multiple."""
     if ratio >= 10:
         return f"{ratio:,.0f} times"
-    return f"{ratio:.1f} times" if ratio >= 2 else f"{100 * (ratio - 1):+.1f} %"
+    if ratio >= 2:
+        return f"{ratio:.1f} times"
+    return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f} %"  # -0.0 + 0.0 is 0.0
 
 
 def _between(found: Estimate, show: Callable[[float], str]) -> str:

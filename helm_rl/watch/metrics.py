@@ -266,7 +266,10 @@ class _Control:
             Row("over the SLO", share(now.get("helm_rl_slow_ratio"))),
             Row("intervals", f"{count(now.get('helm_rl_intervals_total'))} of {number(interval_s)} s"),
             Row("missed", count(missed), warn=bool(missed), brief=True),
-            Row("decisions", f"{count(now.get('helm_rl_decisions_total'))}, {number(took_us, 3)} us in the mean"),
+            Row(
+                "decisions",
+                f"{count(now.get('helm_rl_decisions_total'))}, {number(took_us, 3)} us in the mean with fallbacks",
+            ),
             Row("bursts found", count(now.get("helm_rl_bursts_total"))),
             Row("fallbacks", fallbacks or "none", warn=bool(fallbacks), brief=True),
             Row("readings refused", by_cause(self._by.get(_REFUSED, {})) or "none"),

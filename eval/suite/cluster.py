@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class Cluster:
     def hindsight(self, number: int) -> tuple[float, ServedRecord]:
         """Return the alpha of the best static that a draw was served with, and what it came to."""
         found = self._statics(number)
-        best = min(found, key=lambda alpha: found[alpha].p99_ms)
+        best = self._best(number, found)
         return best, found[best]
 
     def controllers(self) -> dict[str, tuple[str, Source]]:
@@ -96,19 +97,26 @@ class Cluster:
         found: list[Result[Any]] = [self.routed(number, router) for number in numbers for router in ROUTERS]
         found += [self.controlled(number, key) for number in numbers for key in self.controllers()]
         yield Stage(f"{nodes} nodes", found)
-        before: float | None = None
+        # Around the best of what earlier steps looked at, not of all in the store: a suite that goes on does the same
+        looked: dict[int, set[float]] = {number: set() for number in numbers}
+        before = math.inf
         for step in self._size.cluster_steps:
             every = max(1, round(step / self._size.step))
             alphas = self._alphas(every)
             statics = []
             for number in numbers:
                 near = alphas
-                if before is not None:
-                    best, _ = self.hindsight(number)
+                if looked[number]:
+                    best = self._best(number, looked[number])
                     near = [alpha for alpha in near if abs(alpha - best) < before - 1e-9]
+                looked[number].update(near)
                 statics += [self._static(number, alpha) for alpha in near]
             yield Stage(f"statics of {nodes} nodes", statics)
             before = step
+
+    def _best(self, number: int, alphas: Iterable[float]) -> float:
+        """Return the alpha of least P99 among statics that a draw was served with."""
+        return min(sorted(alphas), key=lambda alpha: self._suite.needed(self._static(number, alpha)).p99_ms)
 
     def _statics(self, number: int) -> dict[float, ServedRecord]:
         found = {}

@@ -1,7 +1,8 @@
-"""PPO's step on a minibatch, its gradient written out: the numbers of autograd and Adam, bit for bit, in half the time.
+"""PPO's step on a minibatch, its gradient written out: the numbers of autograd and Adam in half the time.
 
 The networks are so small that most of an eager step is bookkeeping: modules, the graph, the optimiser's wrappers. Each
-operation here is the one that autograd runs, in its order, so that a training gives the same policy either way.
+operation here is the one that autograd runs, in its order, so that a training gives the same policy either way, bit for
+bit; with several actions, the sums over samples in the gradient of log_std may differ in their last bit.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ class Steps:
         grads = self._grads()
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0)), 2.0)
         found = norm.item()
-        if not found < 0.99 * self._most:  # below, all would be multiplied by one
+        if not found + 1e-6 < 0.99 * self._most:  # below, all would be multiplied by one
             torch._foreach_mul_(grads, (self._most / (norm + 1e-6)).clamp(max=1.0))
         return found
 

@@ -108,6 +108,25 @@ def test_a_gradient_within_the_bound_stays() -> None:
     assert net.weight.grad.tolist() == [[pytest.approx(0.1), pytest.approx(0.2)]]
 
 
+@pytest.mark.parametrize("most", [1e-6, 1e-5, 1e-4, 0.5])
+@pytest.mark.parametrize("share", [0.5, 0.97, 0.995, 1.0, 2.0])
+def test_a_bound_however_small_is_torchs(most: float, share: float) -> None:
+    """1e-6 is added to the norm there, so that a small bound scales down gradients that are within it."""
+    net = torch.nn.Linear(2, 2)
+    given = share * most / math.sqrt(6)
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, given)
+    Steps(net, torch.optim.Adam(net.parameters()), most).clip()
+    found = [parameter.grad for parameter in net.parameters()]
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, given)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), most)
+    for one, parameter in zip(found, net.parameters(), strict=True):
+        assert one is not None
+        assert parameter.grad is not None
+        assert torch.equal(one, parameter.grad)
+
+
 def test_minibatches_take_every_sample_once_in_the_given_order() -> None:
     net = ActorCritic(2, 1)
     batch = data(net, 7, 2, 1, torch.Generator().manual_seed(3))

@@ -52,8 +52,9 @@ def check_address(address: str) -> None:
     try:
         with socket.create_connection((host, int(port)), CONNECT_S):
             pass
-    except OSError as error:
-        raise UserError(f"--address {address}: no Ray cluster answers there: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: of a host's name that is none
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--address {address}: no Ray cluster answers there: {reason}") from None
 
 
 @contextlib.contextmanager

@@ -352,6 +352,12 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         check_address(address)
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_a_host_whose_name_is_none_is_told_in_a_sentence(host: str) -> None:
+    with pytest.raises(UserError, match=f"--address {re.escape(host)}:6379: no Ray cluster answers there: .*label"):
+        check_address(f"{host}:6379")
+
+
 def test_a_cluster_that_does_not_answer_is_told_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

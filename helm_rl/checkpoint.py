@@ -138,9 +138,9 @@ class TrainingSection(Section):
     arguments: dict[str, JsonValue]
     commands: list[str]
     seed: int
-    iterations: int = Field(ge=0)
-    steps: int = Field(ge=0)
-    episodes: int = Field(ge=0)
+    iterations: int = Field(ge=0, lt=2**53)
+    steps: int = Field(ge=0, lt=2**53)
+    episodes: int = Field(ge=0, lt=2**53)
     seconds: float = Field(ge=0)
     statistics: dict[str, float | None]
     validation: ValidationSection = ValidationSection()

@@ -66,6 +66,7 @@ def read_figures(path: Path) -> Measured:
         document = json.loads(path.read_bytes())
         command, rows = document["command"], document["figures"]
         values = {name: row["value"] for name, row in rows.items()}
+        "".join((str(command), *values)).encode("utf-8")  # JSON may hold halves of characters, which no file can
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: not a file of figures, as 'helm-rl eval p99 --json' writes them") from None
     metrics = []

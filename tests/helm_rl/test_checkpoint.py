@@ -259,6 +259,7 @@ def test_a_wrong_training_state_is_refused(tmp_path: Path) -> None:
         ('"format_version": 1', '"format_version": 2', "newer than 1"),
         ("training_state-3.safetensors", "../../training_state-3.safetensors", r"tensors\.name"),
         ('"seed": 7,\n    "iterations"', '"iterations"', r"training\.seed: field required"),
+        ('"steps": ', '"steps": 1' + 400 * "0", r"training\.steps: input should be less than"),
         ('"best": null', '"best": 3', r"training\.validation: value error, best is 3, which is none of the looks \[\]"),
         ('"regrets": {}', '"regrets": {"3": {"a": 0.1}}', "after 3 iterations is not at the arrivals of reference_ms"),
         (

@@ -125,6 +125,14 @@ def test_a_runs_validation_is_told_as_what_it_is(tmp_path: Path) -> None:
         ('{"figures": {"default.burst.single.policy.slo": {"value": 1}}, "command": 3}', "no figure of a policy"),
         ('{"figures": {"default.burst.single.policy.slo": {"value": NaN}}, "command": "x"}', "no figure of a policy"),
         (f'{{"figures": {{"default.burst.single.policy.slo": {{"value": {10**400}}}}}, "command": "x"}}', "no figure"),
+        (
+            '{"figures": {"default.burst.single.policy.slo": {"value": 1}}, "command": "\\ud800"}',
+            "not a file of figures",
+        ),
+        (
+            '{"figures": {"default.\\udfff.single.policy.slo": {"value": 1}}, "command": "x"}',
+            "not a file of figures",
+        ),
     ],
 )
 def test_what_is_no_file_of_figures_is_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -126,7 +126,7 @@ def _print_once(looks: Looks, signals: Signals, interval_s: float) -> None:
         looked += 1
         if not frame.rows and not frame.whole:
             raise UserError(frame.state)
-        if frame.whole or looked == _LOOKS:
+        if frame.whole or (looked >= _LOOKS and not frame.behind):
             # By hand: rich would wrap, and put colours into pipes where the environment asks for them.
             for line in lines(frame, _columns(), None, clock(time.time()), _has_blocks()):
                 print(line.plain.rstrip())

@@ -32,15 +32,21 @@ class EventFile:
     Attributes:
         damaged: the byte at which something stands that no writer leaves there, None where there is none; from there
             on nothing is read. Half a record at the end is no damage: the rest may be on its way.
+        behind: whether the last call left something that could be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.damaged: int | None = None
+        self.behind = False
         self._offset = 0
 
-    def read(self, most_records: int) -> Iterator[Scalar]:
-        """Yield what has been written since, of so many records at the most; nothing where the file has gone."""
+    def read(self, most: int) -> Iterator[Scalar]:
+        """Yield what has been written since, nothing where the file has gone.
+
+        It ends after so many scalars, or with the record that goes beyond; a record without any counts as one.
+        """
+        self.behind = False
         if self.damaged is not None:
             return
         try:
@@ -52,7 +58,7 @@ class EventFile:
             if size < self._offset:  # another file of the same name
                 self._offset = 0
             file.seek(self._offset)
-            for _ in range(most_records):
+            while most > 0:
                 header = file.read(_HEADER.size)
                 if len(header) < _HEADER.size:
                     return
@@ -68,10 +74,14 @@ class EventFile:
                     if _CHECKSUM.unpack(file.read(_CHECKSUM.size)) != (masked_crc32c(data),):
                         self.damaged = self._offset
                         return
-                    yield from _scalars(data)
+                    scalars = list(_scalars(data))
                 else:
                     file.seek(end)
+                    scalars = []
                 self._offset = end
+                most -= max(len(scalars), 1)
+                yield from scalars
+            self.behind = True
 
 
 def _scalars(data: bytes) -> Iterator[Scalar]:

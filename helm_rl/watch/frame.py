@@ -51,7 +51,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Frame:
-    """All that there is to see. whole: False while another look will tell more, such as what needs two readings."""
+    """All that there is to see.
+
+    whole: False while another look will tell more, such as what needs two readings; behind: the next look goes on with
+    what is there already, so that sooner or later one is whole.
+    """
 
     title: str
     state: str
@@ -59,6 +63,7 @@ class Frame:
     rows: tuple[Row, ...] = ()
     events: tuple[Event, ...] = ()
     whole: bool = True
+    behind: bool = False
 
 
 class Source(Protocol):

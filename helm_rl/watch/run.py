@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from helm_rl.watch.event_file import EventFile, Scalar
 from helm_rl.watch.frame import HISTORY, Events, Frame, Row, clock, count, duration, number, safe, share
 
 _EVENTS = "events.out.tfevents.*"
-_MOST_RECORDS = 20_000  # of one look: a second's work
+_MOST_SCALARS = 20_000  # of one look: a second's work
 _MOST_TAGS = 256
 _MOST_FILES = 1_000
 _MOST_SCENARIOS = 12  # rows
@@ -57,10 +58,19 @@ def _newest(path: Path) -> Path | None:
     """Return the folder itself if a run is in it, else that run in it, or in a population in it, written to last."""
     if _is_run(path):
         return path
+    return max(_runs_in(path, 2), key=_written, default=None)
+
+
+def _runs_in(path: Path, depth: int) -> list[Path]:
+    """Return the runs in a folder, so many levels deep; a folder in it that cannot be read holds none."""
     found: list[Path] = []
     for each in _folders(path):
-        found += [each] if _is_run(each) else [run for run in _folders(each) if _is_run(run)]
-    return max(found, key=_written, default=None)
+        with contextlib.suppress(OSError):
+            if _is_run(each):
+                found.append(each)
+            elif depth > 1:
+                found += _runs_in(each, depth - 1)
+    return found
 
 
 def _folders(path: Path) -> list[Path]:
@@ -99,9 +109,9 @@ class _Run:
     def look(self) -> Frame:
         whole = self._read_events()
         self._read_state()
-        state, warn = self._state()
+        state, warn = self._state() if whole else ("reads what has been written so far", False)
         title = f"run {self.folder}"
-        return Frame(title, state, warn, tuple(self._rows()), self._events.all(), whole)
+        return Frame(title, state, warn, tuple(self._rows()), self._events.all(), whole, behind=not whole)
 
     # -- reading
 
@@ -109,7 +119,7 @@ class _Run:
         """Read on in all files; return whether there was nothing left to read."""
         for path in sorted(self.folder.glob(_EVENTS))[:_MOST_FILES]:
             self._files.setdefault(path, EventFile(path))
-        left = _MOST_RECORDS
+        left = _MOST_SCALARS
         for path, file in self._files.items():
             for scalar in file.read(left):
                 left -= 1
@@ -117,7 +127,7 @@ class _Run:
             if file.damaged is not None and path not in self._damaged:
                 self._damaged.add(path)
                 self._events.add(f"{path.name} is damaged at byte {file.damaged}: no more of it is read", warn=True)
-            if left <= 0:
+            if file.behind or left <= 0:
                 return False
         return True
 

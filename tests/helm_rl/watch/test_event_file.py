@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from helm_rl.watch.event_file import EventFile
@@ -56,6 +58,30 @@ def test_no_more_records_are_read_than_asked_for(tmp_path: Path) -> None:
     assert [value for part in parts for value in part] == [0.0, 0.5, 1.0, 1.5, 2.0, 7.0]
     assert max(map(len, parts)) <= 3
     assert parts[0] == [0.0]  # the version and the text come first
+
+
+def test_what_is_left_for_the_next_call_is_told(tmp_path: Path) -> None:
+    file = EventFile(written(tmp_path))
+    told = []
+    for _ in range(4):
+        list(file.read(3))
+        told.append(file.behind)
+    assert told == [True, True, True, False]  # of 9 records
+
+
+def test_a_record_of_many_scalars_counts_as_so_many(tmp_path: Path) -> None:
+    path = tmp_path / "events.out.tfevents.1"
+    with path.open("wb") as file:
+        for step in range(4):
+            event = Event(step=step)
+            for k in range(5):
+                event.summary.value.add(tag=str(k), simple_value=k)
+            RecordWriter(file).write(event.SerializeToString())
+    source = EventFile(path)
+    assert [one.step for one in source.read(6)] == [0] * 5 + [1] * 5
+    assert source.behind
+    assert len(list(source.read(ALL))) == 10
+    assert not source.behind
 
 
 @pytest.mark.parametrize("at", ["length", "checksum", "data", "zeros", "huge"])

@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from helm_rl import cli
 from helm_rl.checkpoint import STATE_FILE, TrainingSection, ValidationSection, save_training_state
+from helm_rl.watch import run as watch_run
 from helm_rl.watch.frame import Frame
 from helm_rl.watch.run import RunSource
 from tests.helm_rl import policies
@@ -118,6 +121,41 @@ def test_the_newest_run_may_be_one_of_a_population(tmp_path: Path) -> None:
     frame = RunSource(tmp_path).look()
     assert frame.title.endswith("seeds/1")
     assert row(frame, "steps") == "320"
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path / "seeds" / "1", 1, 3)
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "seeds" / "private").mkdir()
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:  # as the system does, but for root
+        if path.parent.name in ("lost+found", "private"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    frame = RunSource(tmp_path).look()
+    assert frame.title.endswith("seeds/1")
+    assert row(frame, "steps") == "192"
+
+
+def test_a_long_run_is_read_on_until_its_newest_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, 1, 40)  # more than 200 values
+    monkeypatch.setattr(watch_run, "_MOST_SCALARS", 20)
+    source = RunSource(tmp_path)
+    frame = source.look()
+    assert (frame.whole, frame.behind, frame.state) == (False, True, "reads what has been written so far")
+    looks = 1
+    while not frame.whole:
+        frame = source.look()
+        looks += 1
+    assert looks > 10  # more than --once takes for what is not behind
+    assert (frame.behind, row(frame, "episodic return")) == (False, "-40")
+    assert cli.main(["watch", str(tmp_path), "--once", "--interval-s", "0.1"]) == 0
+    assert "episodic return     -40" in capsys.readouterr().out
 
 
 def test_a_run_that_stopped_early_or_has_gone_quiet_says_so(tmp_path: Path) -> None:

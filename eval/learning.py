@@ -14,6 +14,7 @@ from rich.table import Table
 from eval.command import console
 from eval.comparison import figure_word
 from eval.statistics import Floats, interquartile_mean
+from eval.wording import counted
 from helm_rl.checkpoint import TrainingSection, load_training_state
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
@@ -165,7 +166,7 @@ def draw(axes: Axes, groups: dict[str, list[Curve]]) -> None:
         colour = OTHERS[index % len(OTHERS)].colour
         looked = sorted(set.intersection(*(set(curve.steps.tolist()) for curve in curves)))
         at = np.array([curve.regret[np.isin(curve.steps, looked)] for curve in curves]) * 100
-        label = f"{name} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
+        label = f"{name} ({counted(len(curves), 'seed')})"
         axes.plot(looked, np.median(at, axis=0), color=colour, marker="o", markersize=3, label=label)
         axes.fill_between(looked, at.min(axis=0), at.max(axis=0), color=colour, alpha=0.15, linewidth=0)
     axes.axhline(100 * GOAL, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))

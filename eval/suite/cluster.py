@@ -62,9 +62,7 @@ class Cluster:
 
     def hindsight(self, number: int) -> tuple[float, ServedRecord]:
         """Return the alpha of the best static that a draw was served with, and what it came to."""
-        found = self._statics(number)
-        best = self._best(number, found)
-        return best, found[best]
+        return self._best(number, self._alphas())
 
     def controllers(self) -> dict[str, tuple[str, Source]]:
         """Return what the draws are served with, by key: its router, and the controller or a static's alpha.
@@ -107,24 +105,22 @@ class Cluster:
             for number in numbers:
                 near = alphas
                 if looked[number]:
-                    best = self._best(number, looked[number])
+                    best, _ = self._best(number, looked[number])
                     near = [alpha for alpha in near if abs(alpha - best) < before - 1e-9]
                 looked[number].update(near)
                 statics += [self._static(number, alpha) for alpha in near]
             yield Stage(f"statics of {nodes} nodes", statics)
             before = step
 
-    def _best(self, number: int, alphas: Iterable[float]) -> float:
-        """Return the alpha of least P99 among statics that a draw was served with."""
-        return min(sorted(alphas), key=lambda alpha: self._suite.needed(self._static(number, alpha)).p99_ms)
-
-    def _statics(self, number: int) -> dict[float, ServedRecord]:
+    def _best(self, number: int, alphas: Iterable[float]) -> tuple[float, ServedRecord]:
+        """Return the alpha of least P99 among those that a draw was served with, and what it came to."""
         found = {}
-        for alpha in self._alphas():
+        for alpha in sorted(alphas):
             record = self._suite.get(self._static(number, alpha))
             if record is not None:
                 found[alpha] = record
-        return found
+        best = min(found, key=lambda alpha: found[alpha].p99_ms)
+        return best, found[best]
 
     def _alphas(self, every: int = 1) -> list[float]:
         """Return every so manieth alpha of the grid, and what was deployed, which is no better than the best."""

@@ -14,7 +14,7 @@ from eval.comparison import Estimate, estimate
 from eval.statistics import improvement, improvement_interval, interquartile_mean, stratified_interval
 from eval.suite.goals import change
 from eval.suite.runs import Cell, Read, read_runs
-from eval.wording import milliseconds
+from eval.wording import counted, milliseconds
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
@@ -113,7 +113,7 @@ def left_out(first: Read, second: Read) -> list[str]:
             loads.append(f"{name} (other arrivals in B)")
         else:
             if alone := len(set(one.traces) ^ set(other.traces)):
-                draws.append(f"{alone} draw{'s' if alone > 1 else ''} of {name} (only in one)")
+                draws.append(f"{counted(alone, 'draw')} of {name} (only in one)")
             controllers |= {key: "A" for key in one.controllers if key not in other.controllers}
             controllers |= {key: "B" for key in other.controllers if key not in one.controllers}
     return [*loads, *draws, *(f"{key} (only in {where})" for key, where in controllers.items())]

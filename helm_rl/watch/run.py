@@ -127,7 +127,7 @@ class _Run:
             if file.damaged is not None and path not in self._damaged:
                 self._damaged.add(path)
                 self._events.add(f"{path.name} is damaged at byte {file.damaged}: no more of it is read", warn=True)
-            if file.behind or left <= 0:
+            if file.behind:
                 return False
         return True
 

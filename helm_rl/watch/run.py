@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections import deque
 from pathlib import Path
@@ -77,6 +78,11 @@ def _folders(path: Path) -> list[Path]:
     return [each for each in path.iterdir() if each.is_dir()] if path.is_dir() else []
 
 
+def _in_order(path: Path) -> list[int]:
+    """Return the numbers in an event file's name: second, process, and how manieth of it, of which 10 follows 9."""
+    return [int(digits) for digits in re.findall(r"[0-9]+", path.name)]
+
+
 def _is_run(path: Path) -> bool:
     return path.is_dir() and ((path / STATE_FILE).is_file() or any(path.glob(_EVENTS)))
 
@@ -117,7 +123,7 @@ class _Run:
 
     def _read_events(self) -> bool:
         """Read on in all files; return whether there was nothing left to read."""
-        for path in sorted(self.folder.glob(_EVENTS))[:_MOST_FILES]:
+        for path in sorted(self.folder.glob(_EVENTS), key=_in_order)[:_MOST_FILES]:
             self._files.setdefault(path, EventFile(path))
         left = _MOST_SCALARS
         for path, file in self._files.items():

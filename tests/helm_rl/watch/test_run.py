@@ -158,6 +158,16 @@ def test_a_long_run_is_read_on_until_its_newest_values(
     assert "episodic return     -40" in capsys.readouterr().out
 
 
+def test_event_files_of_one_second_are_read_in_the_order_in_which_they_were_made(tmp_path: Path) -> None:
+    for number, value in ((9, 1.0), (10, 100.0)):
+        run = tmp_path / str(number)
+        train(run, 1, 2, value=value)
+        (events,) = run.glob("events.out.tfevents.*")
+        events.rename(tmp_path / f"events.out.tfevents.1700000000.host.7.{number}")
+    (losses,) = [each for each in RunSource(tmp_path).look().rows if each.name == "value loss"]
+    assert losses.curve[-1] == 50.0
+
+
 def test_a_run_that_stopped_early_or_has_gone_quiet_says_so(tmp_path: Path) -> None:
     train(tmp_path, 1, 4)
     save(tmp_path, 4, stopped="no lower regret on held-out arrivals in 3 looks, after 4 iterations")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import secrets
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -131,6 +134,40 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                 old.unlink()
             elif path.exists():
                 shutil.rmtree(old, ignore_errors=True)
+
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF}
+"""What network file systems without locks, or without those of folders, say."""
+_LOCK_LOOK_S = 0.2
+
+
+@contextlib.contextmanager
+def kept_to_one(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Keep a folder to this process among all that ask so, where its file system has locks.
+
+    The system ends that with the process, however it dies. wait_s: how long to wait for another one's end.
+
+    Raises:
+        UserError: Another process has it, and has not let it go in time.
+    """
+    until_s = time.monotonic() + wait_s
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    raise UserError(f"{folder} is being written to by another process; wait for its end") from None
+                time.sleep(_LOCK_LOOK_S)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                break
+        yield
+    finally:
+        os.close(held)
 
 
 def write_text(path: Path, text: str) -> None:

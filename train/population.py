@@ -35,11 +35,14 @@ from helm_rl import __version__
 from helm_rl.checkpoint import STATE_FILE, TrainingSection, check_bundle_output, load_training_state
 from helm_rl.errors import UserError
 from helm_rl.export import export
+from helm_rl.files import kept_to_one
 from helm_rl.metrics import mean_regret
 from train import ppo_base
 
 MOST_SEEDS = 1024
 LOGS = "logs"
+ORPHAN_S = 60.0
+"""How long a run waits for the process that had it before: Ray may know of a node's end before it has ended."""
 LOOK_S = 5.0
 """How often the driver looks how far the runs have come."""
 
@@ -352,14 +355,18 @@ def train_run(
 def _train_or_go_on(
     args: ppo_base.Args, changes: Mapping[str, Any], folder: Path, threads: int, reference_ms: Mapping[str, float]
 ) -> None:
-    if (folder / STATE_FILE).exists():
+    training = None
+    if folder.exists():
+        with kept_to_one(folder, ORPHAN_S):
+            if (folder / STATE_FILE).exists():
+                training = load_training_state(folder)[0].training
+            else:  # whoever made it was killed before the first checkpoint
+                shutil.rmtree(folder)
+    if training is not None:
         resumed = ppo_base.Args(resume=folder, **changes)
-        training = load_training_state(folder)[0].training
         if ppo_base.why_complete(ppo_base.resumed_args(resumed, training.arguments, folder), training) is None:
-            ppo_base.train(resumed, threads=threads)
+            ppo_base.train(resumed, threads=threads, wait_s=ORPHAN_S)
         return
-    if folder.exists():  # whoever made it was killed before the first checkpoint
-        shutil.rmtree(folder)
     ppo_base.train(dataclasses.replace(args, **changes), folder, threads, reference_ms)
 
 

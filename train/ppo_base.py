@@ -77,6 +77,7 @@ from helm_rl.checkpoint import (
 from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from helm_rl.figures import command
+from helm_rl.files import kept_to_one
 from helm_rl.metrics import mean_regret
 from helm_rl.shipped import bundle_path
 from train.charts import Hyperparameters, episode_steps, look_figure
@@ -658,24 +659,28 @@ def train(
     folder: Path | None = None,
     threads: int | None = None,
     reference_ms: Mapping[str, float] | None = None,
+    wait_s: float = 0.0,
 ) -> Path:
     """Train, and return the run's folder, which holds the last checkpoint and the TensorBoard log.
 
     folder: of a new run, instead of one in args.runs; it must not exist. threads: of the simulator (default: as there
-    are cores). reference_ms: P99 of the best schedule on held-out arrivals, as far as it is known already.
+    are cores). reference_ms: P99 of the best schedule on held-out arrivals, as far as it is known already. wait_s: how
+    long to wait for another process that trains the run to resume.
 
     Raises:
-        UserError: An argument is wrong, or training became impossible (a reward or a loss that is not finite);
-            the last good checkpoint is then in the run's folder.
+        UserError: An argument is wrong, another process trains the run, or training became impossible (a reward or a
+            loss that is not finite); the last good checkpoint is then in the run's folder.
         KeyboardInterrupt: After Ctrl-C, once the last finished iteration is saved.
     """
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     saved: tuple[TrainingState, Tensors] | None = None
-    if args.resume is not None:
-        saved = load_training_state(args.resume)
-        args = resumed_args(args, saved[0].training.arguments, args.resume)
-    check_args(args)
     with contextlib.ExitStack() as stack:
+        if args.resume is not None:
+            if args.resume.is_dir():
+                stack.enter_context(kept_to_one(args.resume, wait_s))
+            saved = load_training_state(args.resume)
+            args = resumed_args(args, saved[0].training.arguments, args.resume)
+        check_args(args)
         envs, environment = make_envs(args, threads)
         stack.callback(envs.close)
         if saved is not None and saved[0].environment != environment:
@@ -698,6 +703,7 @@ def train(
         elif saved is None:
             run.mkdir()
         if saved is None:
+            stack.enter_context(kept_to_one(run))
             stack.callback(drop_unborn, run)
         wandb_id = None if saved is None else saved[0].wandb_id
         if args.track:

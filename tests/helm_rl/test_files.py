@@ -14,7 +14,7 @@ import pytest
 
 from helm_rl import files
 from helm_rl.errors import UserError
-from helm_rl.files import atomic_file, atomic_folder, check_outputs, refuse_existing, write_text
+from helm_rl.files import atomic_file, atomic_folder, check_outputs, kept_to_one, refuse_existing, write_text
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -237,6 +237,32 @@ def test_a_kill_between_the_two_renames_of_a_folder_loses_neither_version(tmp_pa
 
 
 # What stands already
+
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from helm_rl.files import kept_to_one
+with kept_to_one(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("ends", ["by itself", "killed"])
+def test_a_folder_kept_to_one_process_is_free_when_that_ends(tmp_path: Path, ends: str) -> None:
+    hold_s = "0.6" if ends == "by itself" else "60"
+    command = [sys.executable, "-c", HOLDING, str(tmp_path), hold_s]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="is being written to by another process"), kept_to_one(tmp_path):
+            pass
+        if ends == "killed":
+            other.kill()
+        with kept_to_one(tmp_path, wait_s=30.0):
+            assert ends == "killed" or other.wait(5.0) == 0
+    assert list(tmp_path.iterdir()) == []  # it leaves nothing
 
 
 def test_what_exists_is_refused_and_named(tmp_path: Path) -> None:

@@ -116,6 +116,38 @@ def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
     assert_same_state(whole, run)
 
 
+def test_two_do_not_train_one_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One would remove the tensors that the other one's checkpoint names."""
+    folder = tmp_path / "run"
+    begun: list[str] = []
+    learn = train.ppo_base.learn
+
+    def learn_and_be_resumed(*arguments: Any) -> ActorCritic:
+        net = learn(*arguments)
+        program = (
+            "import sys; from pathlib import Path; from train.ppo_base import Args, train; "
+            "train(Args(resume=Path(sys.argv[1]), total_timesteps=4096))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(folder)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        begun.append(done.stderr.splitlines()[-1])
+        return net
+
+    monkeypatch.setattr(train.ppo_base, "learn", learn_and_be_resumed)
+    train.ppo_base.train(toy("Interrupting", tmp_path, total_timesteps=ITERATION), folder)
+    monkeypatch.undo()
+    (last,) = begun
+    assert last.endswith(f"{folder} is being written to by another process; wait for its end")
+    assert load_training_state(folder)[0].training.iterations == 1
+    again = train.ppo_base.train(Args(resume=folder, total_timesteps=2 * ITERATION))  # which has let it go
+    assert load_training_state(again)[0].training.iterations == 2
+
+
 def test_other_arguments_stay(tmp_path: Path) -> None:
     run = train.ppo_base.train(toy("Reach", tmp_path))
     with pytest.raises(UserError, match=r"--learning-rate 0\.1: a resumed run keeps --learning-rate 0\.001"):

@@ -403,6 +403,10 @@ def test_files_that_the_map_names_exist() -> None:
             assert list(ROOT.glob(path.rstrip("/"))), path
 
 
+HALF_A_PAGE = 0.5 / 256
+"""Of the smallest pool in the examples: the target keeps to its bounds, and is then rounded to whole pages."""
+
+
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -411,7 +415,7 @@ def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         alpha, *rest = done.stdout.split()
-        assert 0.1 <= float(alpha) <= 0.9
+        assert 0.1 - HALF_A_PAGE <= float(alpha) <= 0.9 + HALF_A_PAGE
         if "gymnasium" in block:
             (p99_ms,) = map(float, rest)
             assert p99_ms > 0

@@ -223,18 +223,37 @@ def load(name: str) -> tuple[Callable[[Any], None], type]:
     function = getattr(importlib.import_module(module), function_name)
     hints = typing.get_type_hints(function)
     hints.pop("return", None)
+    hints.pop("given", None)
     (arguments_class,) = hints.values()
     return function, arguments_class
+
+
+def given_options(arguments_class: type, arguments: Sequence[str]) -> frozenset[str]:
+    """Return the fields that a command line, which has been found right, sets itself, be it to their defaults."""
+    import typing
+
+    import tyro
+
+    # tyro leaves out of such a dictionary whatever was not given.
+    hints = typing.get_type_hints(arguments_class, include_extras=True)
+    kind = typing.TypedDict("kind", hints, total=False)  # type: ignore[misc]
+    return frozenset(tyro.cli(kind, args=arguments))
 
 
 def _run(name: str, arguments: list[str]) -> None:
     function, arguments_class = load(name)
     _join_lines_of_help(arguments_class)
 
+    import inspect
+
     import tyro
 
     config = (tyro.conf.FlagCreatePairsOff,)  # --overwrite, and no --no-overwrite beside it
-    function(tyro.cli(arguments_class, prog=f"{PROGRAM} {name}", args=arguments, config=config))
+    parsed: Any = tyro.cli(arguments_class, prog=f"{PROGRAM} {name}", args=arguments, config=config)
+    if "given" in inspect.signature(function).parameters:
+        function(parsed, given=given_options(arguments_class, arguments))  # type: ignore[call-arg]
+    else:
+        function(parsed)
 
 
 def _join_lines_of_help(arguments_class: type) -> None:

@@ -16,7 +16,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -136,17 +136,20 @@ def parse_seeds(texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def main(args: Args) -> None:
-    """Train as the command line says, and tell where the result is and what can be done with it."""
+def main(args: Args, given: Collection[str] | None = None) -> None:
+    """Train as the command line says, and tell where the result is and what can be done with it.
+
+    given: names of the arguments that stand on it.
+    """
     again = args.resume is not None and (args.resume / OPTIONS).is_file()
     if not args.seeds and not again:
         if args.executor != "local" or args.address is not None:
             raise UserError("--executor and --address go with several runs, --seeds or a --resume of these")
-        _train_one(args)
+        _train_one(args, given)
         return
     if args.bundle is not None:
         raise UserError("--bundle is made of one run; of a population export the run that you choose: helm-rl export")
-    folder = train(args)
+    folder = train(args, given)
     with Results(folder, POPULATION, read_options(folder / OPTIONS, POPULATION)) as store:
         ended = sorted((row for row in store.rows.values() if row["key"] == "run"), key=lambda row: row["seed"])
     Console(highlight=False, soft_wrap=True).print(_table(folder, ended))
@@ -161,38 +164,42 @@ def main(args: Args) -> None:
         print(f"next: helm-rl export {folder / best} --output {best}-bundle  (the least regret of these)")
 
 
-def _train_one(args: Args) -> None:
+def _train_one(args: Args, given: Collection[str] | None) -> None:
     if args.bundle is None:
-        ppo_base.main(_of_a_run(args))
+        ppo_base.main(_of_a_run(args), given)
         return
     if args.env_id != ppo_base.NODE_ENV:
         raise UserError(f"--bundle: only a controller of alpha makes one, and --env-id {args.env_id} trains another")
     check_bundle_output(args.bundle)  # now, and not after the training
-    run = ppo_base.train(_of_a_run(args))
+    run = ppo_base.train(_of_a_run(args), given=given)
     export(run, args.bundle)
     print(f"run: {run}")
     print(f"bundle: {args.bundle}")
 
 
-def train(args: Args) -> Path:
+def train(args: Args, given: Collection[str] | None = None) -> Path:
     """Train what a population lacks; return its folder.
 
+    given: names of the arguments that were given, as `ppo_base.changes_of` has it.
+
     Raises:
-        UserError: An argument is wrong, or a worker has other files than this machine. What goes wrong within a single
-            run ends that run alone, and stands in its row.
+        UserError: An argument is wrong or must not change, or a worker has other files than this machine. What goes
+            wrong within a single run ends that run alone, and stands in its row.
     """
     executor = Executor(args.executor, args.jobs, args.address)
     executor.check()
-    changes: dict[str, Any] = {}
+    changes = ppo_base.changes_of(args, given)
+    if "seed" in changes:
+        raise UserError("--seed and --seeds: give one of them; a population has the seeds that --seeds began it with")
     if args.resume is not None:
-        folder, changes = args.resume, _changes(args)
-        stored = _read(folder)
+        folder, stored = args.resume, _read(args.resume)
         if args.seeds and parse_seeds(args.seeds) != stored.seeds:
             raise UserError(
                 f"--seeds: {folder} has the seeds {_label(stored.seeds)}; start a new population for others"
             )
+        ppo_base.check_changes(_arguments(stored, stored.seeds[0]), changes)
     else:
-        stored = _begin(args)
+        stored, changes = _begin(args), {}
         label = _label(stored.seeds)
         folder = ppo_base.make_run_folder(args.runs, args.env_id, args.exp_name, label)
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
@@ -217,8 +224,6 @@ def train(args: Args) -> Path:
 
 def _begin(args: Args) -> _Stored:
     """Check the arguments of a new population and return what it is started with."""
-    if args.seed != ppo_base.Args.seed:
-        raise UserError("--seed and --seeds: give one of them")
     seeds = parse_seeds(args.seeds)
     run = dataclasses.replace(_of_a_run(args), seed=seeds[0])
     ppo_base.check_args(run)
@@ -247,16 +252,6 @@ def _arguments(stored: _Stored, seed: int) -> ppo_base.Args:
 
 def _of_a_run(args: Args) -> ppo_base.Args:
     return ppo_base.Args(**{name: value for name, value in vars(args).items() if name not in OWN})
-
-
-def _changes(args: Args) -> dict[str, Any]:
-    """Arguments that a resumed population is given, besides those of a population."""
-    fields = {field.name: field.default for field in dataclasses.fields(ppo_base.Args)}
-    return {
-        name: getattr(args, name)
-        for name, default in fields.items()
-        if name != "resume" and getattr(args, name) != default
-    }
 
 
 def _label(seeds: Sequence[int]) -> str:
@@ -364,8 +359,9 @@ def _train_or_go_on(
                 shutil.rmtree(folder)
     if training is not None:
         resumed = ppo_base.Args(resume=folder, **changes)
-        if ppo_base.why_complete(ppo_base.resumed_args(resumed, training.arguments, folder), training) is None:
-            ppo_base.train(resumed, threads=threads, wait_s=ORPHAN_S)
+        then = ppo_base.resumed_args(resumed, training.arguments, folder, given=changes)
+        if ppo_base.why_complete(then, training) is None:
+            ppo_base.train(resumed, threads=threads, wait_s=ORPHAN_S, given=changes)
         return
     ppo_base.train(dataclasses.replace(args, **changes), folder, threads, reference_ms)
 

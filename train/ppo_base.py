@@ -35,7 +35,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -74,6 +74,7 @@ from helm_rl.checkpoint import (
     load_training_state,
     save_training_state,
 )
+from helm_rl.cli import given_options
 from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from helm_rl.figures import command
@@ -595,30 +596,46 @@ def drop_unborn(run: Path) -> None:
         shutil.rmtree(run, ignore_errors=True)
 
 
-def resumed_args(args: Args, saved: dict[str, Any], run: Path) -> Args:
-    """Return the arguments that a run was started with, and of `args` only what may change.
+def changes_of(args: Args, given: Collection[str] | None = None) -> dict[str, Any]:
+    """Return what `args` asks for besides `resume`.
 
-    Raises:
-        UserError: The saved arguments are not ours, or `args` asks for another value of one that is fixed.
+    given: names of the arguments that were given, as only a command line can tell of those given with their defaults;
+    without it they are those that differ from their defaults.
     """
-    fields = {field.name: field.default for field in dataclasses.fields(Args)}
-    if set(saved) != set(fields):
-        odd = ", ".join(sorted(set(saved) ^ set(fields)))
-        raise UserError(f"{run}: the saved arguments are those of another version of helm-rl; they differ in: {odd}")
-    try:
-        before = TypeAdapter(Args).validate_python(saved)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UserError(f"{run}: the saved argument {first['loc'][0]} is wrong: {first['msg']}") from None
-    changed = {name: getattr(args, name) for name, default in fields.items() if getattr(args, name) != default}
-    for name, value in changed.items():
+    fields = {field.name: field.default for field in dataclasses.fields(Args) if field.name != "resume"}
+    asked = {name for name, default in fields.items() if getattr(args, name) != default} if given is None else given
+    return {name: getattr(args, name) for name in fields if name in asked}
+
+
+def check_changes(before: Args, changes: Mapping[str, Any]) -> None:
+    """Raise UserError where a resumed run, which has the arguments `before`, must not have these."""
+    for name, value in changes.items():
         old = getattr(before, name)
         if name == "total_timesteps" and value < old:
             raise UserError(f"--total-timesteps {value}: a resumed run cannot become shorter than it was, {old}")
         if name not in MAY_CHANGE and value != old:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} {value}: a resumed run keeps --{flag} {old}; start a new run to change it")
-    return dataclasses.replace(before, **changed)
+
+
+def resumed_args(args: Args, saved: dict[str, Any], run: Path, given: Collection[str] | None = None) -> Args:
+    """Return the arguments that a run was started with, and of `args` only what was given (`changes_of`).
+
+    Raises:
+        UserError: The saved arguments are not ours, or `args` asks for another value of one that is fixed.
+    """
+    fields = {field.name for field in dataclasses.fields(Args)}
+    if set(saved) != fields:
+        odd = ", ".join(sorted(set(saved) ^ fields))
+        raise UserError(f"{run}: the saved arguments are those of another version of helm-rl; they differ in: {odd}")
+    try:
+        before = TypeAdapter(Args).validate_python(saved)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(f"{run}: the saved argument {first['loc'][0]} is wrong: {first['msg']}") from None
+    changes = changes_of(args, given)
+    check_changes(before, changes)
+    return dataclasses.replace(before, **changes, resume=args.resume)
 
 
 @contextlib.contextmanager
@@ -660,12 +677,14 @@ def train(
     threads: int | None = None,
     reference_ms: Mapping[str, float] | None = None,
     wait_s: float = 0.0,
+    given: Collection[str] | None = None,
 ) -> Path:
     """Train, and return the run's folder, which holds the last checkpoint and the TensorBoard log.
 
     folder: of a new run, instead of one in args.runs; it must not exist. threads: of the simulator (default: as there
     are cores). reference_ms: P99 of the best schedule on held-out arrivals, as far as it is known already. wait_s: how
-    long to wait for another process that trains the run to resume.
+    long to wait for another process that trains the run to resume. given: which arguments are to hold for it, as
+    `changes_of` has it.
 
     Raises:
         UserError: An argument is wrong, another process trains the run, or training became impossible (a reward or a
@@ -679,7 +698,7 @@ def train(
             if args.resume.is_dir():
                 stack.enter_context(kept_to_one(args.resume, wait_s))
             saved = load_training_state(args.resume)
-            args = resumed_args(args, saved[0].training.arguments, args.resume)
+            args = resumed_args(args, saved[0].training.arguments, args.resume, given)
         check_args(args)
         envs, environment = make_envs(args, threads)
         stack.callback(envs.close)
@@ -1074,9 +1093,12 @@ def replay(envs: VectorEnv[Any, Any, Any], seed: int, loop: Loop, console: Conso
     return obs
 
 
-def main(args: Args) -> None:
-    """Train as the command line says, and tell where the result is and what can be done with it."""
-    run = train(args)
+def main(args: Args, given: Collection[str] | None = None) -> None:
+    """Train as the command line says, and tell where the result is and what can be done with it.
+
+    given: names of the arguments that stand on it.
+    """
+    run = train(args, given=given)
     print(f"run: {run}")
     if load_training_state(run)[0].environment.bounds is not None:  # of a resumed run, only the state knows
         print(f"next: helm-rl export {run} --output {run.name}-bundle")
@@ -1084,7 +1106,7 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args))
+        main(tyro.cli(Args), given_options(Args, sys.argv[1:]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -243,6 +243,20 @@ def test_the_examples_of_the_help_are_accepted_by_their_commands(example: str) -
     tyro.cli(arguments_class, args=words[size:])  # exits if an option of the example does not exist
 
 
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("", set()),
+        ("--resume run --total-timesteps 61440", {"resume", "total_timesteps"}),
+        ("--no-paired --track --jobs=2 --num_envs 8", {"paired", "track", "jobs", "num_envs"}),
+        ("--scenario burst trend steady --gamma None", {"scenario", "gamma"}),
+    ],
+)
+def test_what_is_given_is_told_from_defaults(words: str, given: set[str]) -> None:
+    _, arguments_class = cli.load("train base")
+    assert cli.given_options(arguments_class, words.split()) == given
+
+
 # What is wrong on the command line
 
 

@@ -75,6 +75,7 @@ def test_seeds_that_are_none_are_refused(text: str, said: str) -> None:
     ("arguments", "said"),
     [
         (["--seeds", "1..2", "--seed", "3"], "--seed and --seeds: give one of them"),
+        (["--seeds", "1..2", "--seed", "1"], "--seed and --seeds: give one of them"),
         (["--seeds", "1..2", "--jobs", "0"], "--jobs must be at least 1"),
         (["--seeds", "1..2", "--num-envs", "0"], "--num-envs must be at least 1"),
         (["--seeds", "1..2", "--scenario", "nowhere"], "nowhere"),
@@ -155,6 +156,26 @@ def test_a_finished_population_can_be_made_longer(tmp_path: Path) -> None:
     assert_same_state(alone, runs_of(folder)[2])
     with pytest.raises(UserError, match=r"--seeds: .* has the seeds 1\.\.2; start a new population for others"):
         population.train(Args(resume=folder, seeds=("1..3",)))
+
+
+def test_what_is_given_with_its_default_value_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small: dict[str, Any] = {"num_envs": 8, "num_steps": 1024, "total_timesteps": 8192, "learning_rate": 0.01}
+    folder = population.train(several("Reach", tmp_path, "1..2", **small))
+    resume = ["train", "base", "--jobs", "1", "--resume", str(folder)]
+    for words, said in {
+        "--learning-rate 1e-3": "--learning-rate 0.001: a resumed run keeps --learning-rate 0.01; start a new run",
+        "--total-timesteps 512": "--total-timesteps 512: a resumed run cannot become shorter than it was, 8192",
+        "--seed 1": "--seed and --seeds: give one of them; a population has the seeds",
+    }.items():
+        shutil.rmtree(folder / "Reach-v0__ppo_base__2", ignore_errors=True)  # as if it had never begun
+        assert cli([*resume, *words.split()]) == 2
+        assert said in capsys.readouterr().err
+    assert list(runs_of(folder)) == [1]
+    assert cli([*resume, "--learning-rate", "0.01", "--total-timesteps", "61440"]) == 0
+    for run in runs_of(folder).values():
+        training = load_training_state(run)[0].training
+        assert (training.steps, training.arguments["learning_rate"]) == (7 * 8192, 0.01)
+        assert training.arguments["total_timesteps"] == 61_440
 
 
 def test_one_run_that_goes_wrong_leaves_the_others_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,11 +19,12 @@ import torch
 
 import train.ppo_base
 from helm_rl.checkpoint import load_training_state
+from helm_rl.cli import main as cli
 from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from tests.train import toys
 from tests.train.test_ppo_base import assert_same_state, logged, toy
-from train.ppo_base import Args
+from train.ppo_base import Args, changes_of
 from train.state import Loop, capture, restore
 
 ITERATION = 4 * 64  # steps
@@ -155,6 +156,31 @@ def test_other_arguments_stay(tmp_path: Path) -> None:
     # To say again what holds anyway is no change.
     train.ppo_base.train(Args(resume=run, num_envs=4, total_timesteps=5 * ITERATION))
     assert load_training_state(run)[0].training.iterations == 5
+
+
+def test_what_is_given_with_its_default_value_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train.ppo_base.train(toy("Reach", tmp_path, total_timesteps=4 * 1024, num_steps=1024, learning_rate=0.01))
+    resume = ["train", "base", "--resume", str(run)]
+    assert cli([*resume, "--learning-rate", "1e-3", "--total-timesteps", "8192"]) == 2
+    assert "--learning-rate 0.001: a resumed run keeps --learning-rate 0.01; start" in capsys.readouterr().err
+    assert cli([*resume, "--num-envs", "8", "--total-timesteps", "8192"]) == 2
+    assert "--num-envs 8: a resumed run keeps --num-envs 4; start" in capsys.readouterr().err
+    assert cli([*resume, "--learning-rate", "0.01", "--total-timesteps", "8192"]) == 0
+    assert load_training_state(run)[0].training.steps == 8192
+    assert Args.total_timesteps == 61_440
+    assert cli([*resume, "--total-timesteps", "61440"]) == 0
+    training = load_training_state(run)[0].training
+    assert (training.steps, training.arguments["learning_rate"]) == (61_440, 0.01)
+    # A patience of none, the default, takes back the one of before.
+    assert cli([*resume, "--patience", "3", "--total-timesteps", "65536"]) == 0
+    assert cli([*resume, "--patience", "0", "--total-timesteps", "69632"]) == 0
+    assert load_training_state(run)[0].training.arguments["patience"] == 0
+
+
+def test_without_a_command_line_what_is_no_default_is_given(tmp_path: Path) -> None:
+    args = Args(resume=tmp_path, total_timesteps=61_440, patience=2)
+    assert changes_of(args) == {"patience": 2}
+    assert changes_of(args, {"resume", "total_timesteps", "jobs"}) == {"total_timesteps": 61_440}
 
 
 def test_an_environment_that_is_not_deterministic_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

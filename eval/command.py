@@ -31,7 +31,7 @@ from eval.reference import EFFORT
 from eval.sweep import STEP, ReplayFunction, alpha_grid, check_jobs, working
 from helm_rl.checkpoint import POLICY_FILE, Bundle, load_bundle
 from helm_rl.control.base import BasePolicy
-from helm_rl.control.layers import Layer, controller, layers_of
+from helm_rl.control.layers import LAYERS, Layer, controller, layers_of
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure, write_figures
 from helm_rl.files import check_outputs
@@ -122,7 +122,7 @@ def evaluate(args: EvalArgs, replay: ReplayFunction | None = None) -> Comparison
 
         write_report(args.report, comparison)
     if args.json is not None:
-        write_figures(args.json, comparison.figures())
+        write_figures(args.json, comparison.figures(), bundles=comparison.bundles())
     return comparison
 
 
@@ -174,6 +174,7 @@ def contestant(bundle: Bundle, scenario: Scenario, layers: tuple[Layer, ...]) ->
         origin=f"trained on {where} for {training.steps:,} steps, seed {training.seed}; weights sha256 "
         f"{bundle.config.files[POLICY_FILE]}",
         trained_on=tuple(source.sha256 for source in environment.traces),
+        files={name: bundle.config.files[name] for name in (POLICY_FILE, *(LAYERS[layer] for layer in layers))},
     )
 
 

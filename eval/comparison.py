@@ -9,7 +9,7 @@ mean with a bootstrap interval.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -61,13 +61,15 @@ class Contestant(Row):
     """A controller to evaluate, started at the deployable static's alpha.
 
     make returns a new one for each replay; origin says where it comes from; trained_on are the hashes of the recorded
-    traces that it was trained on, if any; own: somebody else wrote it.
+    traces that it was trained on, if any; own: somebody else wrote it; files: of a bundle, the sha256 of each file that
+    it is made of.
     """
 
     make: Callable[[], Controller]
     origin: str = ""
     trained_on: tuple[str, ...] = ()
     own: bool = False
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,10 @@ class Comparison:
         if len(stars) < 2:
             return np.full(stars.shape[1], np.nan)
         return stars.std(axis=0, ddof=1)
+
+    def bundles(self) -> dict[str, Mapping[str, str]]:
+        """Return the files (name: sha256) of each row that is a bundle, by its key."""
+        return {row.key: row.files for row in self.rows if isinstance(row, Contestant) and row.files}
 
     def figures(self) -> dict[str, Figure]:
         """Every figure of this evaluation, by name. No timing is among them: the same seed gives the same figures."""

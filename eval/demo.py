@@ -130,7 +130,7 @@ def run(args: Args, size: Size) -> Comparison:
         spent["evaluation"] = time.perf_counter() - begun
 
         _stage(5, "writing the report")
-        write_figures(folder / FIGURES, comparison.figures())
+        write_figures(folder / FIGURES, comparison.figures(), bundles=comparison.bundles())
         times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in spent.items())
         write_report(folder / REPORT, comparison, {"time taken": times})
     return comparison

@@ -36,7 +36,7 @@ from helm_rl.control.residual_file import load_residual
 from helm_rl.errors import UserError
 from helm_rl.files import atomic_file, check_outputs, write_text
 from helm_rl.frozen import decide_by_bundle, freeze
-from helm_rl.hub import check_hub_output, read_figures, write_hub_folder
+from helm_rl.hub import check_hub_output, check_measured, read_figures, write_hub_folder
 from helm_rl.onnx_file import most_error, onnx_bytes, parse_onnx
 from helm_rl.shipped import bundle_path
 
@@ -75,7 +75,9 @@ class ExportArgs:
     """Folder in the Hugging Face Hub's style to make of the bundle: its files, and a card with metadata in YAML. It is
     written, not uploaded."""
     figures: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.json")] = ()
-    """With --hub: what 'helm-rl eval p99 --policy BUNDLE --json' measured, to become metrics of the card."""
+    """With --hub: what 'helm-rl eval p99 --policy BUNDLE --json' measured, to become metrics of the card. Figures of
+    other weights or layers than the bundle's are refused; where a file does not say what was measured, as those of
+    earlier versions do not, the card says that it is unchecked."""
     interval_s: float | None = None
     """Seconds between decisions for --onnx and --header; needed where the policy was trained for several."""
     track: bool = False
@@ -333,6 +335,7 @@ def main(args: ExportArgs) -> None:
         _log(args)
     if made:
         bundle = load_bundle(args.source if args.output is None else args.output)
+        check_measured(measured, bundle)
         if any(files.values()):
             _export_files(bundle, args)
         if args.hub is not None:

@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,10 +29,16 @@ class Figure:
     goal: float | None = None
 
 
-def write_figures(path: Path, figures: dict[str, Figure], accelerator: str | None = None) -> None:
+def write_figures(
+    path: Path,
+    figures: dict[str, Figure],
+    accelerator: str | None = None,
+    bundles: Mapping[str, Mapping[str, str]] | None = None,
+) -> None:
     """Write `{"figures": ..., "machine": ..., "command": ...}`; values that are not finite become null.
 
-    `accelerator` names the GPU that was measured, if one was; it is part of the machine.
+    `accelerator` names the GPU that was measured, if one was; it is part of the machine. `bundles` says which bundle
+    each controller in the figures' names is, by the sha256 of its files (hex); it becomes a key of its own.
     Names are lower case and dotted, and stay the same from release to release.
     """
     rows = {name: asdict(figure) for name, figure in sorted(figures.items())}
@@ -40,6 +47,8 @@ def write_figures(path: Path, figures: dict[str, Figure], accelerator: str | Non
             row["value"] = None
     hardware = machine() | ({} if accelerator is None else {"accelerator": accelerator})
     document = {"figures": rows, "machine": hardware, "command": command()}
+    if bundles:
+        document["bundles"] = {name: dict(files) for name, files in sorted(bundles.items())}
     write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ METRICS = {
 }
 """Figures of `helm-rl eval p99 --json` that a card tells, and what each is."""
 _EVALUATION = "## Evaluation"
+_UNCHECKED = (
+    "Which bundle was measured there, the file of these figures does not say: that it was this one is unchecked."
+)
 _POLICY_FIGURE = re.compile(rf"default\.(?P<pattern>.+)\.single\.policy\.(?P<metric>{'|'.join(METRICS)})")
 
 
@@ -46,10 +49,14 @@ class Metric:
 
 @dataclass(frozen=True)
 class Measured:
-    """The metrics of one file of figures, and the command that wrote it."""
+    """The metrics of one file of figures, the command that wrote it, and what was measured.
+
+    files: the sha256 (hex) of each file of the policy; None where the file of figures does not say.
+    """
 
     command: str
     metrics: list[Metric]
+    files: Mapping[str, str] | None
 
 
 def read_figures(path: Path) -> Measured:
@@ -66,6 +73,9 @@ def read_figures(path: Path) -> Measured:
         document = json.loads(path.read_bytes())
         command, rows = document["command"], document["figures"]
         values = {name: row["value"] for name, row in rows.items()}
+        files = document.get("bundles", {}).get("policy")
+        if files is not None and not all(isinstance(text, str) for text in files.values()):
+            raise TypeError("a hash is text")
         "".join((str(command), *values)).encode("utf-8")  # JSON may hold halves of characters, which no file can
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: not a file of figures, as 'helm-rl eval p99 --json' writes them") from None
@@ -81,16 +91,33 @@ def read_figures(path: Path) -> Measured:
         raise UserError(
             f"{path}: has no figure of a policy; 'helm-rl eval p99 --policy BUNDLE --json FILE' writes them"
         )
-    return Measured(command, sorted(metrics, key=lambda metric: (metric.data, list(METRICS).index(metric.kind))))
+    metrics.sort(key=lambda metric: (metric.data, list(METRICS).index(metric.kind)))
+    return Measured(command, metrics, files)
+
+
+def check_measured(figures: Sequence[Measured], bundle: Bundle) -> None:
+    """Raise UserError if one of them was measured with other weights, or other layers above them, than the bundle's."""
+    ours = bundle.config.files
+    for measured in figures:
+        theirs = ours if measured.files is None else measured.files
+        for name in sorted({*ours, *theirs}, key=lambda name: (name != POLICY_FILE, name)):
+            if ours.get(name) != theirs.get(name):
+                with_, here = (f"{each[name][:12]}..." if name in each else "none" for each in (theirs, ours))
+                raise UserError(
+                    f"the figures of '{measured.command}' are another bundle's: its {name} had the sha256 {with_}, "
+                    f"and that of {bundle.path} has {here}; measure this one"
+                )
 
 
 def write_hub_folder(path: Path, bundle: Bundle, figures: Sequence[Measured] = (), overwrite: bool = False) -> None:
     """Write the folder `path`, whole or not at all.
 
     Raises:
-        UserError: `path` exists, and `overwrite` is False or it holds something else; or it is the bundle.
+        UserError: `path` exists, and `overwrite` is False or it holds something else; or it is the bundle; or the
+            figures are known to be another bundle's.
     """
     check_hub_output(path, bundle.path, overwrite)
+    check_measured(figures, bundle)
     text = (bundle.path / CARD_FILE).read_text(encoding="utf-8", errors="replace")
     with atomic_folder(path) as aside:
         for name in (CONFIG_FILE, *bundle.config.files):
@@ -144,7 +171,7 @@ def hub_card(text: str, bundle: Bundle, name: str, figures: Sequence[Measured] =
         for measured in figures:
             lines += [f"By `{measured.command}`:", "", "| load | figure | value |", "|---|---|---|"]
             lines += [f"| {metric.data} | {metric.name} | {metric.value:.6g} |" for metric in measured.metrics]
-            lines += [""]
+            lines += ["", *([_UNCHECKED, ""] if measured.files is None else [])]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from eval import p99_latency, ratio_gap
 from eval.command import EvalArgs, evaluate, policy_contestant
 from eval.comparison import Contestant
 from eval.summary import headline
-from helm_rl.checkpoint import POLICY_FILE, load_bundle
+from helm_rl.checkpoint import DETECTOR_FILE, POLICY_FILE, RESIDUAL_FILE, load_bundle
 from helm_rl.cli import main as cli
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.detector_file import save_detector
@@ -67,6 +67,7 @@ def test_p99_prints_the_table_and_writes_figures(
     out, err = capsys.readouterr()
     assert status == 0, err
     document = json.loads(figures.read_text())
+    assert document["bundles"] == {"policy": load_bundle(tmp_path / "bundle").config.files}
     # The bundle never moves: from the deployable .6 it serves the burst as the deployable static does.
     found = {name: figure["value"] for name, figure in document["figures"].items()}
     assert found["default.burst.p99_vs_deployable_static"] == 1.0
@@ -243,6 +244,20 @@ def test_layers_can_be_taken_off_for_a_comparison(
     assert keys(tmp_path / "full") == ["policy", "policy_base"]
     everything = ["policy", "policy_base", "policy_base_residual", "policy_base_recovery"]
     assert keys(tmp_path / "all", tmp_path / "full") == [*everything, "full", "full_base"]
+
+    evaluate(
+        EvalArgs(scenario=scenario, seeds=1, policy=(tmp_path / "all",), ablate=True, json=tmp_path / "figures.json")
+    )
+    measured = json.loads((tmp_path / "figures.json").read_text())["bundles"]
+    files = load_bundle(tmp_path / "all").config.files
+    assert {key: set(found) for key, found in measured.items()} == {
+        "policy": {POLICY_FILE, RESIDUAL_FILE, DETECTOR_FILE},
+        "policy_base": {POLICY_FILE},
+        "policy_base_residual": {POLICY_FILE, RESIDUAL_FILE},
+        "policy_base_recovery": {POLICY_FILE, DETECTOR_FILE},
+    }
+    assert measured["policy"] == files
+    assert measured["policy_base_recovery"].items() <= files.items()
 
 
 def test_a_bundle_with_another_observation_is_refused(make_bundle: MakeBundle) -> None:

@@ -27,14 +27,17 @@ FIGURES = {
 }
 
 
-def figures(path: Path, rows: dict[str, Any] = FIGURES) -> Path:
-    document = {
+def figures(path: Path, rows: dict[str, Any] = FIGURES, files: dict[str, str] | None = None) -> Path:
+    """Write a file of figures; files: of the bundle that was measured, by their sha256."""
+    document: dict[str, Any] = {
         "figures": {
             name: {"value": value, "unit": "ms", "better": "lower", "goal": None} for name, value in rows.items()
         },
         "machine": {},
         "command": "helm-rl eval p99 --policy bundle",
     }
+    if files is not None:
+        document["bundles"] = {"policy": files, "other": {"policy.safetensors": "0" * 64}}
     path.write_text(json.dumps(document))
     return path
 
@@ -62,6 +65,29 @@ def test_the_hubs_library_reads_what_was_measured(tmp_path: Path, capsys: pytest
     assert {one.dataset_type for one in card.data.eval_results} == {"helm_rl/HelmNode-v0"}
     assert "By `helm-rl eval p99 --policy bundle`:" in card.text
     assert "| burst | P99 latency, ms | 84.5 |" in card.text
+    assert "that it was this one is unchecked." in card.text  # these figures do not say what was measured
+
+
+def test_figures_of_another_bundle_are_refused(tmp_path: Path) -> None:
+    adapting = make_adapting_bundle(tmp_path / "bundle", network(2))
+    files = load_bundle(adapting).config.files
+    assert set(files) == {"policy.safetensors", "residual.json"}
+    export(adapting, "--hub", tmp_path / "hub", "--figures", figures(tmp_path / "own.json", files=files))
+    text = (tmp_path / "hub" / "README.md").read_text()
+    assert "| burst | P99 latency, ms | 84.5 |" in text
+    assert "unchecked" not in text
+    for name, other in {
+        "policy.safetensors": {**files, "policy.safetensors": "ab" * 32},
+        "residual.json": {"policy.safetensors": files["policy.safetensors"]},  # measured without the layer
+        "detector.json": {**files, "detector.json": "ab" * 32},
+    }.items():
+        with pytest.raises(
+            UserError, match=f"bundle's: they were measured with the {name} of sha256 (abababababab|none), "
+        ):
+            export(adapting, "--hub", tmp_path / "no", "--header", tmp_path / "h", "--figures",
+                   figures(tmp_path / "p99.json", files=other))  # fmt: skip
+    assert not (tmp_path / "no").exists()
+    assert not (tmp_path / "h").exists()
 
 
 def test_the_folder_is_the_bundle_again_with_all_its_layers(tmp_path: Path) -> None:
@@ -121,6 +147,9 @@ def test_a_runs_validation_is_told_as_what_it_is(tmp_path: Path) -> None:
         ("[]", "not a file of figures"),
         ('{"figures": {"a": 1}, "command": "x"}', "not a file of figures"),
         ('{"figures": {}, "command": "x"}', "has no figure of a policy"),
+        ('{"figures": {}, "command": "x", "bundles": []}', "not a file of figures"),
+        ('{"figures": {}, "command": "x", "bundles": {"policy": {"policy.safetensors": 5}}}', "not a file of figures"),
+        ('{"figures": {}, "command": "x", "bundles": {"policy": "x"}}', "not a file of figures"),
         ('{"figures": {"default.burst.single.policy.slo": {"value": true}}, "command": "x"}', "no figure of a policy"),
         ('{"figures": {"default.burst.single.policy.slo": {"value": 1}}, "command": 3}', "no figure of a policy"),
         ('{"figures": {"default.burst.single.policy.slo": {"value": NaN}}, "command": "x"}', "no figure of a policy"),

@@ -102,9 +102,9 @@ def check_measured(figures: Sequence[Measured], bundle: Bundle) -> None:
         theirs = ours if measured.files is None else measured.files
         for name in sorted({*ours, *theirs}, key=lambda name: (name != POLICY_FILE, name)):
             if ours.get(name) != theirs.get(name):
-                with_, here = (f"{each[name][:12]}..." if name in each else "none" for each in (theirs, ours))
+                there, here = (f"{each[name][:12]}..." if name in each else "none" for each in (theirs, ours))
                 raise UserError(
-                    f"the figures of '{measured.command}' are another bundle's: its {name} had the sha256 {with_}, "
+                    f"the figures of '{measured.command}' are another bundle's: its {name} had the sha256 {there}, "
                     f"and that of {bundle.path} has {here}; measure this one"
                 )
 

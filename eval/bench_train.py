@@ -115,9 +115,13 @@ def main(args: Args) -> None:
         raise UserError(f"scenario {scenario.name} is a cluster's; one node's is needed, without [[event]] tables")
     loops, left_out = available_loops()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("parts"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+    bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, auto_refresh=False)
+    with bar as progress:  # drawn between the trainings: their time is the process's, over all threads
         task = progress.add_task("arrivals", total=1 + (args.repeats + 1) * len(loops))
-        measured = measure(args, scenario, loops, lambda text: progress.update(task, description=text, advance=1))
+        progress.refresh()
+        measured = measure(
+            args, scenario, loops, lambda text: progress.update(task, description=text, advance=1, refresh=True)
+        )
     figures = figures_of(measured)
     out = console()
     out.print(loops_table(measured))

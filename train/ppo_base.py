@@ -81,9 +81,9 @@ from helm_rl.figures import command
 from helm_rl.files import kept_to_one
 from helm_rl.metrics import mean_regret
 from helm_rl.shipped import bundle_path
+from train.acting import Acting
 from train.charts import Hyperparameters, episode_steps, look_figure
-from train.minibatch import Batch, Gradient, Steps, forward, layers_of
-from train.normalising import Normalising
+from train.minibatch import Batch, Gradient, OnePiece, Steps
 from train.state import Loop, capture, network_section, policy_of, restore
 
 if TYPE_CHECKING:
@@ -798,22 +798,19 @@ def learn(
         with torch.no_grad():
             for first in (net.actor[0], net.critic[0]):
                 first.weight *= read  # type: ignore[operator]
+    one_piece = OnePiece(net)
     optimiser = torch.optim.Adam(net.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     gradient = Gradient(net, args.norm_adv, args.clip_coef, args.ent_coef, args.vf_coef)
-    steps = Steps(net, optimiser, args.max_grad_norm)
-    normalising, actor_layers = Normalising(net.normaliser), layers_of(net.actor)
+    steps = Steps(one_piece, optimiser, args.max_grad_norm)
 
     # Storage: observations as they were normalised when acted on; the same memory by step and as one batch
     steps_by_envs = (args.num_steps, args.num_envs)
-    obs_at = torch.zeros((*steps_by_envs, obs_size))
-    means_at = torch.zeros((*steps_by_envs, action_size))
-    actions_at = torch.zeros((*steps_by_envs, action_size))
-    b_obs, b_means, b_actions = obs_at.flatten(0, 1), means_at.flatten(0, 1), actions_at.flatten(0, 1)
-    obs_np, means_np, actions_np = obs_at.numpy(), means_at.numpy(), actions_at.numpy()
-    rewards = np.zeros(steps_by_envs)
-    ends = np.zeros(steps_by_envs, dtype=bool)
     action_space = envs.single_action_space
     assert isinstance(action_space, gym.spaces.Box)
+    acting = Acting(net, read, action_space, *steps_by_envs)
+    b_obs, b_means, b_actions = (each.flatten(0, 1) for each in (acting.obs, acting.means, acting.actions))
+    rewards = np.zeros(steps_by_envs)
+    terminated, truncated = np.zeros((2, *steps_by_envs), dtype=bool)
     between = min(args.checkpoint_every, num_iterations) * args.num_steps
     action_log = np.empty((between, args.num_envs, action_size), action_space.dtype)
     logged = 0  # steps in the action log: those since the last seeded reset
@@ -891,7 +888,14 @@ def learn(
     what = f"scenario{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else args.env_id
     console.print(f"training on {what}: {num_iterations} iterations of {batch_size} steps, run folder {run}")
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("iterations"), TimeElapsedColumn(), TimeRemainingColumn())
-    progress = Progress(TextColumn("{task.description}"), *columns, console=console)
+    # Twice a second is enough, and without a terminal there is nothing to draw: a bar takes a part of a millisecond
+    progress = Progress(
+        TextColumn("{task.description}"),
+        *columns,
+        console=console,
+        auto_refresh=console.is_terminal,
+        refresh_per_second=2,
+    )
     task = progress.add_task("training", total=num_iterations, completed=iteration)
     try:
         progress.start()
@@ -920,31 +924,23 @@ def learn(
 
             # Rollout: act on normalised observations; remember the action as drawn, hand it on clipped
             truncations: list[tuple[int, npt.NDArray[np.intp], torch.Tensor]] = []
-            noise = torch.randn(actions_at.shape, generator=generator)
-            with torch.no_grad():
-                noise *= net.log_std.exp()
-                noise_np = noise.numpy()
-                for step in range(args.num_steps):
-                    normalising(obs, obs_np[step])
-                    if args.signals == "seven":
-                        obs_at[step] *= read
-                    means_at[step] = forward(actor_layers, obs_at[step])[1]
-                    np.add(means_np[step], noise_np[step], out=actions_np[step])
-                    action = np.minimum(np.maximum(actions_np[step], action_space.low), action_space.high)
-                    action_log[logged + step] = action
-                    obs, rewards[step], terminated, truncated, infos = envs.step(action)
-                    np.logical_or(terminated, truncated, out=ends[step])
-                    if not (math.isfinite(obs.sum()) and math.isfinite(rewards[step].sum())):  # or only their sum
+            acting.draw_noise(generator)
+            for step in range(args.num_steps):
+                action = acting(step, obs, action_log[logged + step])
+                if action is None:
+                    check_rollout(args.env_id, iteration * batch_size, rewards[:step], obs)
+                obs, rewards[step], terminated[step], truncated[step], infos = envs.step(action)
+                if "final_obs" in infos:
+                    cut = np.flatnonzero(truncated[step] & ~terminated[step])
+                    if cut.size:
+                        final = np.stack([np.asarray(infos["final_obs"][i], dtype=np.float64) for i in cut])
                         where = f"{args.env_id}, step {iteration * batch_size + (step + 1) * args.num_envs}"
-                        check_finite(where, reward=rewards[step], observation=obs)
-                    if ends[step].any():
-                        cut = np.flatnonzero(truncated & ~terminated)
-                        if cut.size:
-                            final = np.stack([np.asarray(infos["final_obs"][i], dtype=np.float64) for i in cut])
-                            where = f"{args.env_id}, step {iteration * batch_size + (step + 1) * args.num_envs}"
-                            check_finite(where, final_observation=final)
-                            truncations.append((step, cut, net.normaliser(torch.from_numpy(final)) * read))
+                        check_finite(where, final_observation=final)
+                        truncations.append((step, cut, net.normaliser(torch.from_numpy(final)) * read))
+            check_rollout(args.env_id, iteration * batch_size, rewards, obs)
+            ends = terminated | truncated
 
+            with torch.no_grad():
                 # Accounting of episodes, out of the steps' way
                 logged += args.num_steps
                 for step in range(args.num_steps):
@@ -1061,6 +1057,16 @@ def learn(
         raise
     progress.stop()
     return net
+
+
+def check_rollout(env_id: str, steps: int, rewards: npt.NDArray[np.float64], obs: npt.NDArray[Any]) -> None:
+    """Raise UserError if rewards, (steps, envs), or the observations after them, (envs, size), are not finite.
+
+    steps: those before the rollout, over all environments.
+    """
+    for k in np.flatnonzero(~np.isfinite(rewards).all(1))[:1]:
+        check_finite(f"{env_id}, step {steps + (k + 1) * rewards.shape[1]}", reward=rewards[k])
+    check_finite(f"{env_id}, step {steps + rewards.size}", observation=np.asarray(obs, dtype=np.float64))
 
 
 def check_finite(where: str, **arrays: npt.NDArray[Any]) -> None:

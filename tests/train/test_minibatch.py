@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helm_rl.control.policy_net import ActorCritic
-from train.minibatch import Batch, Gradient, Losses, Steps
+from train.minibatch import Batch, Gradient, Losses, OnePiece, Steps
 
 
 def by_autograd(
@@ -63,7 +63,7 @@ def test_losses_and_gradient_are_autograds(
     batch = data(net, n, obs_size, action_size, generator)
     expected, kl = by_autograd(net, batch, policy_weight, norm_adv, 0.2, ent, vf)
     gradient = {name: parameter.grad for name, parameter in net.named_parameters()}
-    net.zero_grad()
+    OnePiece(net)
     ours = Gradient(net, norm_adv, 0.2, ent, vf)
     found = ours(batch, policy_weight)
     assert found == expected
@@ -83,7 +83,8 @@ def test_steps_are_adams_along_a_bounded_gradient() -> None:
     twin = copy.deepcopy(net)
     batches = [data(net, 64, 5, 1, generator) for _ in range(4)]
     optimisers = [torch.optim.Adam(each.parameters(), lr=1e-2, eps=1e-5, fused=True) for each in (net, twin)]
-    gradient, steps = Gradient(net, True, 0.2, 0.0, 0.5), Steps(net, optimisers[0], 1.2)
+    whole = OnePiece(net)
+    gradient, steps = Gradient(net, True, 0.2, 0.0, 0.5), Steps(whole, optimisers[0], 1.2)
     norms = []
     for k, batch in enumerate(batches):
         for optimiser in optimisers:
@@ -103,8 +104,11 @@ def test_steps_are_adams_along_a_bounded_gradient() -> None:
 
 def test_a_gradient_within_the_bound_stays() -> None:
     net = torch.nn.Linear(2, 1)
-    net.weight.grad, net.bias.grad = torch.tensor([[0.1, 0.2]]), torch.tensor([0.2])
-    assert Steps(net, torch.optim.Adam(net.parameters()), 1.0).clip() == pytest.approx(0.3)
+    whole = OnePiece(net)
+    assert net.weight.grad is not None
+    assert net.bias.grad is not None
+    net.weight.grad[:], net.bias.grad[:] = torch.tensor([[0.1, 0.2]]), 0.2
+    assert Steps(whole, torch.optim.Adam(net.parameters()), 1.0).clip() == pytest.approx(0.3)
     assert net.weight.grad.tolist() == [[pytest.approx(0.1), pytest.approx(0.2)]]
 
 
@@ -114,9 +118,10 @@ def test_a_bound_however_small_is_torchs(most: float, share: float) -> None:
     """1e-6 is added to the norm there, so that a small bound scales down gradients that are within it."""
     net = torch.nn.Linear(2, 2)
     given = share * most / math.sqrt(6)
-    for parameter in net.parameters():
-        parameter.grad = torch.full_like(parameter, given)
-    Steps(net, torch.optim.Adam(net.parameters()), most).clip()
+    whole = OnePiece(net)
+    for gradient in whole.views_of(whole.gradient):
+        gradient.fill_(given)
+    Steps(whole, torch.optim.Adam(net.parameters()), most).clip()
     found = [parameter.grad for parameter in net.parameters()]
     for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, given)
@@ -141,4 +146,5 @@ def test_a_loss_that_is_not_finite_shows_in_the_total() -> None:
     net = ActorCritic(2, 1)
     batch = data(net, 4, 2, 1, torch.Generator().manual_seed(3))
     batch.targets[2] = math.inf
+    OnePiece(net)
     assert not math.isfinite(Gradient(net, True, 0.2, 0.0, 0.5)(batch, 1.0).total)

@@ -68,7 +68,8 @@ class Size:
 FULL = Size()
 QUICK = Size(
     seeds=2,
-    step=0.04,
+    step=0.05,
+    coarse_step=0.1,
     effort=None,
     deployable_draws=1,
     capacity_draws=1,

@@ -37,6 +37,7 @@ class LogSource:
         self._masked: list[str] = []
         self._causes: Counter[str] = Counter()
         self._sums: Counter[str] = Counter()
+        self._held_from: str | None = None  # of a fallback that nothing has ended yet
         self._within = False  # a line too long to be one of ours
         self._ours = self._foreign = self._skipped = 0
 
@@ -98,14 +99,16 @@ class LogSource:
     def _take(self, event: str, said: dict[str, Any]) -> None:
         at = clock(_known(_time_s(said.get("time"))))
         if event == "start":
-            self._started, self._causes, self._sums = said, Counter(), Counter()
+            self._started, self._causes, self._sums, self._held_from = said, Counter(), Counter(), None
             self._state, self._warn = f"controls since {at}", False
         elif event == "fallback":
             cause = _plain(said.get("cause"))[:60]
             self._causes[cause if cause in self._causes or len(self._causes) < _MOST_CAUSES else "others"] += 1
+            self._held_from = self._held_from or at
             self._state, self._warn = f"alpha is left as it is since {at}: {cause}", True
         elif event == "recovered":
             self._sum("held", said.get("intervals"))
+            self._held_from = None
             self._state, self._warn = f"decides again since {at}", False
         elif event in ("missed", "unapplied", "dropped"):
             self._sum(event, said.get({"missed": "intervals", "unapplied": "targets"}.get(event, "lines")))
@@ -127,7 +130,7 @@ class LogSource:
         rows = [
             Row("alpha, as last said", number(alpha, 3), tuple(self._alpha), 0.0, 1.0, brief=True),
             Row("fallbacks by cause", by_cause(dict(self._causes)) or "none", warn=bool(self._causes), brief=True),
-            Row("intervals held", count(self._sums["held"])),
+            Row("intervals held", self._held(), warn=self._held_from is not None),
             Row("intervals missed", count(self._sums["missed"]), warn=self._sums["missed"] > 0, brief=True),
             Row("targets not taken", count(self._sums["unapplied"]), warn=self._sums["unapplied"] > 0),
             Row(
@@ -150,6 +153,13 @@ class LogSource:
         if self._skipped:
             rows.append(Row("not read", f"the first {self._skipped >> 20:,} MiB"))
         return rows
+
+    def _held(self) -> str:
+        """Return how many intervals left alpha as it was; of those now, the log tells the number when they are over."""
+        known = self._sums["held"]
+        if self._held_from is None:
+            return count(known)
+        return f"{count(known)} before, " * (known > 0) + f"all from {self._held_from} on"
 
     def _layers(self) -> str:
         return _plain(self._bundle.get("layers"))[:60]

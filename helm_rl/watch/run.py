@@ -242,7 +242,7 @@ class _Run:
         assert self._training is not None
         found = self._training.validation
         if found.best is None:
-            return "no validation yet"
+            return "no validation yet" if found.reference_ms else "its policy is the last one, without validation"
         mean = mean_regret(found.regrets[found.best].values())
         return f"its policy is that of iteration {found.best:,}, P99 regret {share(mean)}"
 

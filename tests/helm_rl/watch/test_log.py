@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from helm_rl.watch.frame import Frame
+from helm_rl.watch.frame import Frame, clock
 from helm_rl.watch.log import LogSource
 
 
@@ -51,30 +51,35 @@ def test_the_life_of_a_control_process(tmp_path: Path) -> None:
     assert frame.warn
     assert frame.state.endswith(": late")
     assert row(frame, "alpha, as last said") == "0.42"
+    assert row(frame, "intervals held") == f"all from {clock(frame.events[2].time_s)} on"
     assert row(frame, "masked signals") == "emb_hit_rate, backlog"
     append(path, line("recovered", 9, intervals=7, alpha=0.44) + line("missed", 10, "warning", intervals=2))
     append(path, line("unapplied", 11, "warning", targets=3, detail="refused"))
-    append(
-        path, line("fallback", 12, "warning", cause="late", alpha=None) + line("recovered", 13, intervals=1, alpha=0.5)
-    )
+    append(path, line("fallback", 12, "warning", cause="late", alpha=None))
+    append(path, line("fallback", 13, "warning", cause="stale", alpha=None))  # of another cause, from the first one on
+    frame = source.look()
+    assert row(frame, "intervals held") == f"7 before, all from {clock(1_772_359_212.0)} on"
+    append(path, line("recovered", 13, intervals=1, alpha=0.5))
     append(path, line("reload", 14, "error", result="bad", detail="sha256"))
     append(path, line("reload", 15, result="ok", policy_sha256="cd" * 32, layers="base+burst"))
     append(path, line("dropped", 16, "warning", lines=5))
     frame = source.look()
     assert (frame.state[:20], frame.warn) == ("decides again since ", False)
-    assert row(frame, "fallbacks by cause") == "late 2"
+    assert row(frame, "fallbacks by cause") == "late 2, stale 1"
     assert [row(frame, f"intervals {what}") for what in ("held", "missed")] == ["8", "2"]
     assert row(frame, "targets not taken") == "3"
     assert row(frame, "bundles loaded anew") == "1 good, 1 bad"
     assert row(frame, "bundle") == "cdcdcdcdcdcd, base+burst"
     assert row(frame, "lines dropped") == "5"
     assert next(each.curve for each in frame.rows if each.name.startswith("alpha")) == (0.42, 0.44, 0.5)
-    assert len(frame.events) == 11
+    assert len(frame.events) == 12
     assert frame.events[1].text == "masked  features emb_hit_rate, backlog"
     assert [event.warn for event in frame.events[:4]] == [False, False, True, False]
     assert frame.events[2].time_s == 1_772_359_202.0
     append(path, line("stop", 59, alpha=0.5, intervals=100))
     assert source.look().state.startswith("stopped at ")
+    append(path, line("fallback", 59, "warning", cause="late") + START)
+    assert row(source.look(), "intervals held") == "0"
 
 
 def test_half_a_line_waits_for_the_rest(tmp_path: Path) -> None:

@@ -91,6 +91,15 @@ def test_a_run_from_before_it_begins_to_its_end(tmp_path: Path) -> None:
     assert source.look().events == frame.events  # nothing is told twice
 
 
+def test_a_run_without_validation_is_told_from_one_whose_first_look_is_to_come(tmp_path: Path) -> None:
+    save(tmp_path, 3, validation=ValidationSection(reference_ms={"burst": 80.0}))
+    assert row(RunSource(tmp_path).look(), "checkpoint") == "after 3 iterations, no validation yet"
+    save(tmp_path, 15, validation=ValidationSection())
+    frame = RunSource(tmp_path).look()
+    assert frame.state == "finished"
+    assert row(frame, "checkpoint") == "after 15 iterations, its policy is the last one, without validation"
+
+
 def test_what_a_resumed_run_does_again_takes_the_place_of_what_it_did(tmp_path: Path) -> None:
     train(tmp_path, 1, 9)
     train(tmp_path, 6, 8, purge=5 * 64 + 1, value=100.0)

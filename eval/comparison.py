@@ -20,6 +20,7 @@ from eval.segments import LEAST_SEGMENT_REQUESTS, Gap, Run, gap
 from eval.statistics import Floats, bootstrap_interval, interquartile_mean, standard_error
 from eval.sweep import STEP, Curve, Sweep, Work, half_of, pooled_curve, sweep_adaptively
 from helm_rl.control.protocol import Controller
+from helm_rl.control.static import StaticAlpha
 from helm_rl.errors import UserError
 from helm_rl.figures import Figure
 from helm_rl.metrics import shed_ms
@@ -38,6 +39,11 @@ STEADY_SEEDS_FROM = 2_000_000
 MOST_DRAWS = 1_000_000
 """Arrivals are drawn from these seeds up: the evaluated ones, and the Steady ones on which the deployable static is
 chosen. Training draws from 2**32 up (envs/training_traces.py), so nothing is judged on arrivals it was fitted to."""
+
+ALIKE = 1.005
+"""P99s up to this multiple of the least one are alike: a table's digits hardly tell them apart."""
+HALF_BUSY = 0.5
+"""A node whose link and accelerator are busy for less of the time is far from its limit."""
 
 POLICY = "policy"
 HALF = "half_static"
@@ -308,6 +314,10 @@ def compare(
         if swept.part.sparse:
             notes.append(f"{swept.part.sparse} segments hold too few requests for a P99 and were left out")
     notes += _overloaded(scenario, results)
+    if all(_alike(result, scenario.slo_ms) for result in results):
+        arrivals = trace if trace is not None else draw_arrivals(scenario, results[0].seed or 0)
+        served = work.replay(scenario, arrivals, StaticAlpha(half), half)
+        notes.append(_why_alike(scenario, results, served.link_busy, served.compute_busy))
     hashes = {result.trace_hash for result in results}
     notes += [
         f"the {policy.title} was trained on these very arrivals, so its figures flatter it"
@@ -390,6 +400,29 @@ def _overloaded(scenario: Scenario, results: Sequence[SeedResult]) -> list[str]:
         return []
     where = "in every segment" if len(found) == len(spans) > 1 else f"in {', '.join(found)}"
     return [f"{where} every static sheds more than 1 % of the requests: alpha* means nothing there"]
+
+
+def _alike(result: SeedResult, slo_ms: float) -> bool:
+    """Return whether no row and no static differs from another in P99, and none sheds that much."""
+    p99_ms = [run.p99_ms for run in (*result.runs.values(), *result.sweep.runs.values())]
+    return bool(max(p99_ms) <= ALIKE * min(p99_ms) and max(p99_ms) < shed_ms(slo_ms))
+
+
+def _why_alike(scenario: Scenario, results: Sequence[SeedResult], link_busy: float, compute_busy: float) -> str:
+    """Say that the split is of no consequence, and how much there was to do; that it is little, only where it is."""
+    alphas = results[0].sweep.runs
+    found = (
+        f"the split does not matter to these arrivals: every row's P99, and that of each of {len(alphas)} statics from "
+        f"{min(alphas):g} to {max(alphas):g}, lies within {100 * (ALIKE - 1):.1f} % of the others; at "
+        f"{half_of(scenario):.2g} the link is busy {100 * link_busy:.1f} % of the time and the accelerator "
+        f"{100 * compute_busy:.1f} %"
+    )
+    if max(link_busy, compute_busy) >= HALF_BUSY:
+        return found
+    return (
+        f"{found}, far less than they could be: only a higher load, by load.rate or by --speed-up of trace convert, "
+        "can tell splits apart"
+    )
 
 
 def check_again(title: str, first_ms: float, second_ms: float, own: bool) -> None:

@@ -33,6 +33,8 @@ class Replay:
     target: npt.NDArray[np.float32]  # [k] in force during each
     windows: list[WindowStats]  # [k]; none where they were not kept
     decide_us: float  # median time of a decision, observation included
+    link_busy: float  # share of the time of the measured intervals
+    compute_busy: float
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def replay(
     pilot = Pilot(scenario, controller, seed)  # resets the controller
     interval_ns = round(scenario.control.interval_s * 1e9)
     windows: list[WindowStats] = []
+    measured_ns = link_ns = compute_ns = 0
     ends_ns, alphas, targets = array("q"), array("f"), array("f")
     watching = isinstance(controller, Watching)
     detector = controller.detector if isinstance(controller, Watching) else new_burst_state(BurstSettings())
@@ -92,6 +95,10 @@ def replay(
         alphas.append(window.alpha)
         if keep_windows:
             windows.append(window)
+        if window.end_ns > trace.meta.measure_from_ns:
+            measured_ns += window.length_ns
+            link_ns += window.link_busy_ns
+            compute_ns += window.compute_busy_ns
         target = pilot.steer(window)
         if np.isfinite(target):
             node.set_target(target)
@@ -106,6 +113,8 @@ def replay(
         target=np.array(targets, np.float32),
         windows=windows,
         decide_us=pilot.decide_us,
+        link_busy=link_ns / max(measured_ns, 1),
+        compute_busy=compute_ns / max(measured_ns, 1),
     )
 
 

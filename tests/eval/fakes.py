@@ -23,12 +23,18 @@ class FakeServing:
     A request's latency is BASE_MS * exp(CURVATURE * (alpha - best)**2) * factor, the factor being a fixed
     sequence over the trace with the same mixture everywhere: 2 for every 20th request, 1 for the others. So P99
     is twice the median, in every segment, exactly. wobble shifts every best alpha by a value of the trace's own
-    (its seed's).
+    (its seed's). curvature takes the place of CURVATURE; busy: link and accelerator, as shares.
     """
 
     def __init__(
-        self, best: dict[str, float] | None = None, wobble: dict[int, float] | None = None, shed: int = 0
+        self,
+        best: dict[str, float] | None = None,
+        wobble: dict[int, float] | None = None,
+        shed: int = 0,
+        curvature: float = CURVATURE,
+        busy: tuple[float, float] = (0.5, 0.5),
     ) -> None:
+        self.curvature, self.busy = curvature, busy
         self.best = BEST if best is None else best
         self.wobble = wobble or {}
         self.shed = shed
@@ -62,7 +68,7 @@ class FakeServing:
         best[trace.arrival_ns < trace.segments()[0].start_ns] = self.best["base"]
         best += self.wobble.get(trace.meta.seed or 0, 0.0)
         factor = np.where(np.arange(len(trace)) % 20 == 0, 2.0, 1.0)
-        latency = BASE_MS * np.exp(CURVATURE * (at_request - best) ** 2) * factor
+        latency = BASE_MS * np.exp(self.curvature * (at_request - best) ** 2) * factor
         if self.shed:
             latency[-self.shed :] = SHED_FACTOR * scenario.slo_ms
         return Replay(
@@ -73,6 +79,8 @@ class FakeServing:
             target=alphas.copy(),
             windows=[],
             decide_us=1.0,
+            link_busy=self.busy[0],
+            compute_busy=self.busy[1],
         )
 
 

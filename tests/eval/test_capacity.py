@@ -32,7 +32,15 @@ class Server:
         nothing = np.empty(0, np.float32)
         measured = trace.arrival_ns >= trace.meta.measure_from_ns
         return Replay(
-            np.full(len(trace), latency, np.float32), measured, nothing.astype(np.float64), nothing, nothing, [], 1.0
+            latency_ms=np.full(len(trace), latency, np.float32),
+            measured=measured,
+            time_s=nothing.astype(np.float64),
+            alpha=nothing,
+            target=nothing,
+            windows=[],
+            decide_us=1.0,
+            link_busy=0.0,
+            compute_busy=0.0,
         )
 
 

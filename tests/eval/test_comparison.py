@@ -229,6 +229,32 @@ def test_half_is_kept_within_the_bounds() -> None:
     assert found.results[0].alphas[HALF] == 0.4
 
 
+@pytest.mark.parametrize(
+    ("curvature", "busy", "said"),
+    [
+        (0.0, (0.031, 0.124), "busy 3.1 % of the time and the accelerator 12.4 %, far less than they could be: only a"),
+        (0.001, (0.031, 0.124), "from 0.1 to 0.9, lies within 0.5 % of the others; at 0.5 the link is busy 3.1 %"),
+        (0.0, (0.5, 0.124), "the link is busy 50.0 % of the time and the accelerator 12.4 %"),
+        (0.0, (0.031, 0.9), "and the accelerator 90.0 %"),
+    ],
+)
+def test_where_all_splits_do_alike_it_is_said_with_what_there_was_to_do(
+    curvature: float, busy: tuple[float, float], said: str
+) -> None:
+    (note,) = run(FakeServing(curvature=curvature, busy=busy), seeds=2).notes
+    assert said in note
+    assert note.startswith("the split does not matter to these arrivals: every row's P99, and that of each of ")
+    assert note.endswith("tell splits apart") == (max(busy) < 0.5)
+
+
+def test_where_splits_differ_nothing_is_said_of_them_being_alike() -> None:
+    # From .1 to .9 about .6: exp(.02 * .25) is just over .5 %.
+    assert run(FakeServing({"base": 0.6, "burst": 0.6}, curvature=0.021, busy=(0.01, 0.01))).notes == ()
+    assert len(run(FakeServing({"base": 0.6, "burst": 0.6}, curvature=0.018, busy=(0.01, 0.01))).notes) == 1
+    # All shed alike: that is no light load.
+    assert not [note for note in run(FakeServing(shed=4000, curvature=0.0)).notes if "does not matter" in note]
+
+
 def test_figure_words() -> None:
     assert figure_word("Conversation-Trace.jsonl") == "conversation_trace_jsonl"
     assert figure_word("***") == "unnamed"

@@ -38,7 +38,7 @@ from tests.train.test_ppo_base import assert_same_state, toy
 
 ray = pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 TIMES = {"cpu_s"}
 

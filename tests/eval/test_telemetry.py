@@ -30,7 +30,7 @@ def test_every_option_is_served_with_the_same_arrivals_and_a_controller_of_its_o
         cost = 1 + scenario.telemetry.delay_s + scenario.telemetry.loss * 10 - np.log10(scenario.telemetry.sample)
         latency_ms = np.full(len(trace), cost * (10 + seed), np.float32)
         empty = np.zeros(0)
-        return Replay(latency_ms, trace.arrival_ns >= 0, empty, empty, empty, [], 1.0)  # type: ignore[arg-type]
+        return Replay(latency_ms, trace.arrival_ns >= 0, empty, empty, empty, [], 1.0, 0.0, 0.0)  # type: ignore[arg-type]
 
     controllers: list[Controller] = []
 

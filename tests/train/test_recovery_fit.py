@@ -56,7 +56,7 @@ def steps(targets: list[float], alphas: list[float]) -> Replay:
     nothing = np.zeros(0)
     time_s = np.arange(1.0, len(targets) + 1)
     found = np.array(targets, np.float32), np.array(alphas, np.float32)
-    return Replay(nothing, nothing.astype(bool), time_s, found[1], found[0], [], 0.0)
+    return Replay(nothing, nothing.astype(bool), time_s, found[1], found[0], [], 0.0, 0.0, 0.0)
 
 
 def test_the_time_to_a_target_is_held_against_detection_and_budget() -> None:

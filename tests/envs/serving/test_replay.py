@@ -235,3 +235,16 @@ def test_ticks_that_find_nothing_change_nothing() -> None:
     assert [replace(w, burst_score=0.0) for w in watched.windows] == [
         replace(w, burst_score=0.0) for w in plain.windows
     ]
+
+
+def test_busy_shares_are_those_of_the_measured_intervals(load: tuple[Scenario, Trace]) -> None:
+    small, arrivals = load
+    found = replay(small, arrivals, StaticAlpha(0.5))
+    measured = [window for window in found.windows if window.end_ns > arrivals.meta.measure_from_ns]
+    assert 0 < len(measured) < len(found.windows)
+    seconds = sum(window.length_ns for window in measured) * 1e-9
+    assert found.link_busy == pytest.approx(sum(window.link_busy_ns for window in measured) * 1e-9 / seconds)
+    assert found.compute_busy == pytest.approx(sum(window.compute_busy_ns for window in measured) * 1e-9 / seconds)
+    assert 0 < found.compute_busy != found.link_busy > 0
+    without = replay(small, arrivals, StaticAlpha(0.5), keep_windows=False)
+    assert (without.link_busy, without.compute_busy) == (found.link_busy, found.compute_busy)

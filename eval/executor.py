@@ -48,7 +48,7 @@ class Executor:
 def working(executor: Executor, kept: Path | None = None) -> Iterator[Workers]:
     """Yield what runs tasks, with progress on stderr; whatever ends the block early ends the tasks, too.
 
-    kept: the folder of results that the user is told of who stops it.
+    kept: the folder of results that the user is told of who stops it, or whose disk is full.
     """
     try:
         if executor.name == "local":
@@ -59,7 +59,7 @@ def working(executor: Executor, kept: Path | None = None) -> Iterator[Workers]:
 
             with ray_workers(executor.jobs, executor.address) as found:
                 yield found
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError):
         if kept is not None:
             print(f"stopped: what was measured is kept in {kept}; the same command goes on", file=sys.stderr)
         raise

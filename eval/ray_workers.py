@@ -129,6 +129,7 @@ class RayWorkers(Workers):
 
         Raises:
             UserError: A task raised it, a node has another helm-rl, or a task lost MOST_LOSSES workers.
+            OSError: A task raised it: the machine that it ran on refused something.
         """
         from ray import cloudpickle
 
@@ -152,6 +153,9 @@ class RayWorkers(Workers):
                     yield call.task, json.loads(zlib.decompress(answer))
                 case "error":
                     raise UserError(answer)
+                case "refused":
+                    number, reason, path = answer
+                    raise OSError(number, f"{reason} (on node {node})", path)
                 case _:
                     raise UserError(f"node {node} {answer}; every node must have what this one has")
 
@@ -213,6 +217,10 @@ def answer(packed: bytes, expected: dict[str, str], node: str) -> tuple[str, str
         row = function(*arguments)
     except UserError as error:
         return "error", node, f"on node {node}: {error}"
+    except OSError as error:
+        if error.errno is None:
+            raise
+        return "refused", node, (error.errno, error.strerror, error.filename)
     return "row", node, zlib.compress(json.dumps(row, allow_nan=False).encode())
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -17,6 +20,47 @@ if TYPE_CHECKING:
 MOST_PANELS = 8
 """Sets of arrivals that a picture has room for."""
 ALPHA, P99 = "#d55e00", "#0072b2"
+
+
+@contextlib.contextmanager
+def event_log(run: Path, purge_step: int | None) -> Iterator[SummaryWriter]:
+    """Yield the writer of a run's event file, which ends with the block.
+
+    purge_step: what a log before this one has from this step on no longer holds.
+
+    Raises:
+        OSError: The file cannot be written. A thread of TensorBoard's finds that out; its own traceback is kept back.
+    """
+    failed: list[OSError] = []
+    print_traceback = threading.excepthook
+
+    def note(raised: threading.ExceptHookArgs) -> None:
+        if isinstance(raised.exc_value, OSError) and type(raised.thread).__module__.startswith("tensorboard."):
+            failed.append(_named(raised.exc_value, run))
+        else:
+            print_traceback(raised)
+
+    threading.excepthook = note
+    try:
+        try:
+            writer = SummaryWriter(str(run), purge_step=purge_step)
+        except OSError as error:
+            raise _named(error, run) from None
+        events = writer._get_file_writer().event_writer
+        try:
+            yield writer
+        finally:
+            events.close()  # waits for the thread, which the writer's own does not where that has failed
+        if failed:
+            raise failed[0]
+    finally:
+        threading.excepthook = print_traceback
+
+
+def _named(error: OSError, run: Path) -> OSError:
+    if error.filename is None:  # a full disk names no file
+        error.filename = str(max(run.glob("events.out.tfevents.*"), default=run))
+    return error
 
 
 class Hyperparameters:

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -210,7 +211,7 @@ def train(args: Args, given: Collection[str] | None = None) -> Path:
                 if ppo_base.has_validation(_arguments(stored, stored.seeds[0])):
                     _find_references(stored, workers, store)
                 _train_runs(stored, folder, changes, executor, workers, store)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, OSError):
             console.print(
                 "stopped: what was trained is kept up to the last checkpoint of each run; it goes on by: "
                 f"helm-rl train base --resume {folder}"
@@ -331,9 +332,6 @@ def train_run(
         try:
             with _saved_when_terminated():
                 _train_or_go_on(args, changes, folder, threads, reference_ms)
-        except _Terminated:
-            log.flush()
-            os._exit(128 + signal.SIGTERM)
         except UserError as reason:
             error = str(reason)
     training = load_training_state(folder)[0].training if (folder / STATE_FILE).exists() else None
@@ -372,11 +370,18 @@ class _Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _saved_when_terminated() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, and then the process, even if nothing more could be saved.
+
+    Another error of the saving, such as a full disk's, would else be told to a driver that waits for the end.
+    """
+    told = False
     if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
+        nonlocal told
+        told = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise _Terminated
 
@@ -384,6 +389,10 @@ def _saved_when_terminated() -> Iterator[None]:
     try:
         yield
     finally:
+        if told:
+            with contextlib.suppress(OSError):
+                sys.stderr.flush()
+            os._exit(128 + signal.SIGTERM)
         signal.signal(signal.SIGTERM, before)
 
 

@@ -82,7 +82,7 @@ from helm_rl.files import kept_to_one
 from helm_rl.metrics import mean_regret
 from helm_rl.shipped import bundle_path
 from train.acting import Acting
-from train.charts import Hyperparameters, episode_steps, look_figure
+from train.charts import Hyperparameters, episode_steps, event_log, look_figure
 from train.minibatch import Batch, Gradient, OnePiece, Steps
 from train.state import Loop, capture, network_section, policy_of, restore
 
@@ -714,6 +714,7 @@ def train(
         if saved is None:
             with console.status("starting the environments") if console.is_terminal else contextlib.nullcontext():
                 start, _ = envs.reset(seed=reset_seed(args.seed, 0))
+            check_finite(f"{args.env_id}, reset", kept="", observation=np.asarray(start, dtype=np.float64))
 
         # Logging: TensorBoard always, Weights and Biases on request
         run = args.resume or folder
@@ -738,8 +739,8 @@ def train(
             wandb_id = wandb_run.id
             stack.callback(wandb_run.finish)
         # A resumed log drops what was logged after the checkpoint: it will come again
-        writer = SummaryWriter(str(run), purge_step=None if saved is None else saved[0].training.steps + 1)
-        stack.callback(writer.close)
+        purge_step = None if saved is None else saved[0].training.steps + 1
+        writer = stack.enter_context(event_log(run, purge_step))
         validated = has_validation(args)
         judged_by = ("validation/best_mean_p99_regret",) if validated else ()
         hyperparameters = Hyperparameters(writer, vars(args), (*judged_by, "charts/episodic_return"))
@@ -1048,12 +1049,14 @@ def learn(
                 break
     except BaseException as error:
         progress.stop()
-        save()
-        if isinstance(error, KeyboardInterrupt):
-            console.print(
-                f"stopped: {saved_iterations or 0} of {num_iterations} iterations are saved; the one in "
-                f"progress is dropped, and done again by: helm-rl train base --resume {run}"
-            )
+        try:
+            save()
+        finally:
+            if isinstance(error, KeyboardInterrupt | OSError) and saved_iterations is not None:  # else nothing is kept
+                console.print(
+                    f"stopped: {saved_iterations} of {num_iterations} iterations are saved; the one in "
+                    f"progress is dropped, and done again by: helm-rl train base --resume {run}"
+                )
         raise
     progress.stop()
     return net
@@ -1069,15 +1072,12 @@ def check_rollout(env_id: str, steps: int, rewards: npt.NDArray[np.float64], obs
     check_finite(f"{env_id}, step {steps + rewards.size}", observation=np.asarray(obs, dtype=np.float64))
 
 
-def check_finite(where: str, **arrays: npt.NDArray[Any]) -> None:
+def check_finite(where: str, kept: str = "; the last checkpoint is kept", **arrays: npt.NDArray[Any]) -> None:
     """Raise UserError if an environment handed out a number that is not finite; the arrays' names say what it is."""
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             i = int(np.argwhere(~np.isfinite(array))[0][0])
-            raise UserError(
-                f"{where}: the {name.replace('_', ' ')} of an environment is not finite: {array[i]}; the last "
-                "checkpoint is kept"
-            )
+            raise UserError(f"{where}: the {name.replace('_', ' ')} of an environment is not finite: {array[i]}{kept}")
 
 
 def replay(envs: VectorEnv[Any, Any, Any], seed: int, loop: Loop, console: Console) -> npt.NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -37,6 +38,10 @@ def trace(number: int, seconds: float, log: Path) -> Row:
 
 def refuse(number: int) -> Row:
     raise UserError(f"{number} is refused")
+
+
+def overfill(number: int) -> Row:
+    raise OSError(errno.ENOSPC, "No space left on device", f"{number}.json")
 
 
 def fail(number: int) -> Row:

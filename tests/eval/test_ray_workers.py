@@ -206,6 +206,7 @@ def test_a_killed_nodes_tasks_are_taken_up_again_and_nothing_runs_twice(tmp_path
     ("task", "before", "said"),
     [
         ("refuse", "", r"UserError: on node .*: 7 is refused"),
+        ("overfill", "", r"OSError: \[Errno 28\] No space left on device \(on node .*\): '7\.json'"),
         ("fail", "", r"ZeroDivisionError: 7 cannot be"),
         ("die", "", rf"UserError: the same task lost its worker {MOST_LOSSES} times"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -210,6 +211,51 @@ def test_ctrl_c_saves_what_every_run_has(tmp_path: Path) -> None:
     # Far from the first checkpoint that it would have made of itself.
     done = [load_training_state(run)[0].training.iterations for run in runs_of(folder).values()]
     assert all(0 < each < 90 for each in done), done
+
+
+def test_a_run_that_is_told_to_end_ends_even_if_it_cannot_be_saved() -> None:
+    """Its process would else wait for work, and the one that told it so for its end."""
+    program = (
+        "import os, signal, sys\n"
+        "from train.population import _saved_when_terminated\n"
+        "try:\n"
+        "    with _saved_when_terminated():\n"
+        "        try:\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        finally:\n"
+        "            sys.stderr.write('saving')\n"
+        "            raise OSError(28, 'No space left on device')\n"
+        "except OSError:\n"
+        "    print('goes on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "saving")
+
+
+def test_a_full_disk_ends_a_population_in_a_sentence_and_it_goes_on(tmp_path: Path) -> None:
+    """A limit on the size of files fails in the middle of a write, as a full disk does; workers inherit it."""
+    program = (
+        "import resource, sys; from helm_rl.cli import main;"
+        "unlimited = resource.RLIM_INFINITY; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, unlimited));"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    given = [*command("Reach", tmp_path, "1..2", 4), "--checkpoint-every", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *given], env=environment, capture_output=True, text=True, timeout=200
+    )
+    (folder,) = tmp_path.iterdir()
+    *_, told, error = done.stderr.splitlines()
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert told.startswith("stopped: ")
+    assert told.endswith(f"helm-rl train base --resume {folder}")
+    assert error.startswith(f"error: {folder}/Reach-v0__ppo_base__"), error
+    assert error.endswith(f"/training_state-2.safetensors: {os.strerror(errno.EFBIG)}")
+    population.train(Args(resume=folder))
+    for seed, run in runs_of(folder).items():
+        alone = train.ppo_base.train(toy("Reach", tmp_path / "alone", seed=seed, checkpoint_every=2))
+        assert_same_state(alone, run)
 
 
 def wait_for(reached: Any, limit_s: float = 120.0) -> None:

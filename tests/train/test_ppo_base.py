@@ -312,6 +312,14 @@ def test_a_reward_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_pat
     assert all(np.isfinite(array).all() for array in tensors.values())
 
 
+def test_a_first_observation_that_is_not_finite_leaves_no_run_behind(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"FaultyReset-v0, reset: the observation of an environment is not finite: \[nan\]$"
+    ):
+        train.ppo_base.train(toy("FaultyReset", tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
 import train.ppo_base
 from helm_rl.checkpoint import load_training_state
@@ -24,6 +26,7 @@ from helm_rl.control.policy_net import ActorCritic
 from helm_rl.errors import UserError
 from tests.train import toys
 from tests.train.test_ppo_base import assert_same_state, logged, toy
+from train.charts import Hyperparameters
 from train.ppo_base import Args, changes_of
 from train.state import Loop, capture, restore
 
@@ -247,3 +250,51 @@ def test_ctrl_c_to_a_real_process_saves_what_resume_continues(tmp_path: Path) ->
     args = Args(env_id="tests.train.toys:Sleepy-v0", runs=tmp_path / "whole", num_envs=2, num_steps=16)
     args = dataclasses.replace(args, num_minibatches=2, update_epochs=1, total_timesteps=960, checkpoint_every=4)
     assert_same_state(train.ppo_base.train(args), run)
+
+
+def test_a_log_that_cannot_be_written_ends_a_run_in_a_sentence_and_it_goes_on(tmp_path: Path) -> None:
+    """TensorBoard writes in a thread, whose traceback is no news, and whose error names no file."""
+    program = (
+        "import resource, sys; from helm_rl.cli import main;"
+        "unlimited = resource.RLIM_INFINITY; resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, unlimited));"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    options = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --total-timesteps 12800"
+    args = ["train", "base", "--env-id", "tests.train.toys:Reach-v0", "--runs", str(tmp_path / "runs")]
+    command = [sys.executable, "-c", program, *args, *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    (run,) = (tmp_path / "runs").iterdir()
+    finished = load_training_state(run)[0].training.iterations
+    assert 10 < finished < 400
+    (log,) = run.glob("events.*")
+    *_, told, error = done.stderr.splitlines()
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert told.startswith(f"stopped: {finished} of 400 iterations are saved")
+    assert told.endswith(f"--resume {run}")
+    assert error == f"error: {log}: {os.strerror(errno.EFBIG)}"
+    # The same as if there had been room.
+    train.ppo_base.train(Args(resume=run))
+    whole = Args(env_id="tests.train.toys:Reach-v0", runs=tmp_path / "whole", num_envs=2, num_steps=16)
+    whole = dataclasses.replace(whole, num_minibatches=2, update_epochs=1, total_timesteps=12_800)
+    assert_same_state(train.ppo_base.train(whole), run)
+    assert sorted(logged(run)) == sorted(logged(tmp_path / "whole" / next((tmp_path / "whole").iterdir()).name))
+
+
+def test_a_log_that_fails_at_the_end_is_told_though_all_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full_from_now_on(self: Hyperparameters, step: int) -> None:
+        monkeypatch.setattr(RecordWriter, "write", full)
+        end(self, step)
+
+    end = Hyperparameters.end
+    monkeypatch.setattr(Hyperparameters, "end", full_from_now_on)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/events\.out\.tfevents\.") as error:
+        train.ppo_base.train(toy("Reach", tmp_path))
+    (run,) = tmp_path.iterdir()
+    assert load_training_state(run)[0].training.steps == 4 * ITERATION
+    assert Path(error.value.filename).parent == run

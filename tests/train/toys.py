@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -136,6 +137,13 @@ class FaultySecond(Toy):
         return obs, float("nan") if nan else 1.0, False, False, info
 
 
+class FaultyReset(Toy):
+    """Its first observation is NaN."""
+
+    def observe(self) -> Any:
+        return super().observe() + (math.nan if self.t == 0 else 0.0)
+
+
 class Counting(Toy):
     """Writes down what happens to it, over all environments: resets, steps, the actions that it got."""
 
@@ -174,5 +182,17 @@ class Discrete(Toy):
 
 gym.register("Constant-v0", entry_point=f"{__name__}:Toy", max_episode_steps=50)
 gym.register("Endless-v0", entry_point=f"{__name__}:Toy")
-for _class in (Terminating, Reach, Interrupting, Sleepy, OneBuffer, Faulty, FaultySecond, Counting, Entropic, Discrete):
+for _class in (
+    Terminating,
+    Reach,
+    Interrupting,
+    Sleepy,
+    OneBuffer,
+    Faulty,
+    FaultySecond,
+    FaultyReset,
+    Counting,
+    Entropic,
+    Discrete,
+):
     gym.register(f"{_class.__name__}-v0", entry_point=f"{__name__}:{_class.__name__}")

@@ -6,9 +6,10 @@ where `helm_rl` names folders above it; it names them as text.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from helm_rl.errors import UserError, printable
@@ -129,6 +130,8 @@ EXTRAS = {
 }
 """Import packages that do not come with a plain install, and the extra that brings each."""
 
+_QUIET_S = 0.5  # before a terminal is told what takes so long
+
 _WRONG_PATH = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 """What the system says where the user named the wrong path."""
 
@@ -240,8 +243,36 @@ def given_options(arguments_class: type, arguments: Sequence[str]) -> frozenset[
     return frozenset(tyro.cli(kind, args=arguments))
 
 
+@contextlib.contextmanager
+def _told(text: str) -> Iterator[None]:
+    """Show a text on a terminal while the block runs, if that takes a while."""
+    import os
+    import threading
+
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    shown = threading.Event()
+
+    def show() -> None:
+        shown.set()
+        print(text, end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(_QUIET_S, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if shown.is_set():
+            print("\r\033[2K", end="", file=sys.stderr, flush=True)
+
+
 def _run(name: str, arguments: list[str]) -> None:
-    function, arguments_class = load(name)
+    with _told(f"{PROGRAM} {name} is being loaded"):
+        function, arguments_class = load(name)
     _join_lines_of_help(arguments_class)
 
     import inspect

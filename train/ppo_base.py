@@ -712,7 +712,8 @@ def train(
         # Before there is a folder: environments that cannot even start leave no run behind
         start = None
         if saved is None:
-            with console.status("starting the environments") if console.is_terminal else contextlib.nullcontext():
+            doing = "starting the environments: the first time this compiles, for minutes"
+            with console.status(doing) if console.is_terminal else contextlib.nullcontext():
                 start, _ = envs.reset(seed=reset_seed(args.seed, 0))
             check_finite(f"{args.env_id}, reset", kept="", observation=np.asarray(start, dtype=np.float64))
 

@@ -131,6 +131,7 @@ def listening(processes: list[int]) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_ray_of_ones_own_is_alone_and_leaves_nothing(tmp_path: Path) -> None:
     log = tmp_path / "log"
     tasks = f"[(ray_tasks.tell, (1,)), (ray_tasks.tell, (2,)), (ray_tasks.trace, (3, 5.0, {str(log)!r}))]"
@@ -156,6 +157,7 @@ def test_ray_of_ones_own_is_alone_and_leaves_nothing(tmp_path: Path) -> None:
     assert [path for path in set(Path("/tmp").iterdir()) - before if path.name.startswith(own)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_workers_end_with_the_first_process(tmp_path: Path, number: signal.Signals) -> None:
     log = tmp_path / "log"
@@ -179,6 +181,7 @@ def test_workers_end_with_the_first_process(tmp_path: Path, number: signal.Signa
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_a_killed_nodes_tasks_are_taken_up_again_and_nothing_runs_twice(tmp_path: Path, nodes: Nodes) -> None:
     log = tmp_path / "log"
     tasks = f"[(ray_tasks.trace, (i, 1.0 if i < 4 else 4.0, {str(log)!r})) for i in range(8)]"
@@ -202,6 +205,7 @@ def test_a_killed_nodes_tasks_are_taken_up_again_and_nothing_runs_twice(tmp_path
     assert out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "before", "said"),
     [
@@ -224,6 +228,7 @@ def test_what_goes_wrong_on_a_node_is_said(tmp_path: Path, nodes: Nodes, task: s
     assert out == ""
 
 
+@pytest.mark.slow
 def test_who_does_not_know_the_token_is_kept_out(tmp_path: Path, nodes: Nodes) -> None:
     environment = on_cluster(nodes) | {"RAY_AUTH_TOKEN": "0" * 64}
     with driven(tmp_path, "[(ray_tasks.tell, (7,))]", nodes.address, **environment) as process:
@@ -232,6 +237,7 @@ def test_who_does_not_know_the_token_is_kept_out(tmp_path: Path, nodes: Nodes) -
     assert f"UserError: --address {nodes.address}: Ray did not start" in error
 
 
+@pytest.mark.slow
 def test_a_map_is_the_same_to_the_last_bit(tmp_path: Path, nodes: Nodes) -> None:
     # A model so slow that its cell has few requests.
     small = ["--models", "decoder-1.5b", "--links", "local-host", "--host-gib", "0", "--histories", "1500",
@@ -251,6 +257,7 @@ def test_a_map_is_the_same_to_the_last_bit(tmp_path: Path, nodes: Nodes) -> None
     assert found["local"] == found["ray"]
 
 
+@pytest.mark.slow
 def test_a_suite_that_was_begun_here_goes_on_there(tmp_path: Path, nodes: Nodes, make_bundle: MakeBundle) -> None:
     plan = small_plan(make_bundle(action=0.2), replace(SMALL, seeds=1, capacity_draws=0))
     plan = replace(plan, entries=tuple(entry for entry in plan.entries if entry.key in ("policy", "naive", "kv_first")))
@@ -281,6 +288,7 @@ def test_a_suite_that_was_begun_here_goes_on_there(tmp_path: Path, nodes: Nodes,
     }
 
 
+@pytest.mark.slow
 def test_a_population_outlives_a_node(tmp_path: Path, nodes: Nodes) -> None:
     runs = tmp_path / "runs"
     given = [*population_command("Sleepy", runs, "1..3", 12), "--checkpoint-every", "2", "--executor", "ray"]

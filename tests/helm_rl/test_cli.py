@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.metadata
 import inspect
 import itertools
@@ -255,6 +256,29 @@ def test_the_examples_of_the_help_are_accepted_by_their_commands(example: str) -
 def test_what_is_given_is_told_from_defaults(words: str, given: set[str]) -> None:
     _, arguments_class = cli.load("train base")
     assert cli.given_options(arguments_class, words.split()) == given
+
+
+@pytest.mark.parametrize(
+    ("seconds", "term", "told"), [(2.0, "xterm", True), (0.0, "xterm", False), (2.0, "dumb", False)]
+)
+def test_a_terminal_is_told_of_what_takes_long_to_load(
+    probe: list[str], tmp_path: Path, seconds: float, term: str, told: bool
+) -> None:
+    with (tmp_path / "cli_probe.py").open("a") as file:
+        file.write(f"\ntime.sleep({seconds})\n")
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "TERM": term}
+    done = subprocess.run(
+        [*probe, "--what", "print"], stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment, check=False
+    )
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # it ends with an error where nobody has the other end
+        while part := os.read(ours, 1024):
+            seen += part
+    os.close(ours)
+    assert (done.returncode, done.stdout) == (0, "done \n")
+    assert seen == (b"helm-rl probe run is being loaded\r\033[2K" if told else b"")
 
 
 # What is wrong on the command line

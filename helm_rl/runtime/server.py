@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from helm_rl.runtime.mapping import load_mapping
 
 _MOST_BODY = 4_096
 _TIMEOUT_S = 5.0
+_MOST_REQUEST_S = 10.0  # from when one is waited for until it is answered
 _MOST_EDGES = 200  # the sketch's bins, eight by eight: 8 % a bucket
 
 
@@ -41,6 +44,20 @@ class HookServer:
         class Handler(BaseHTTPRequestHandler):
             timeout = _TIMEOUT_S
             protocol_version = "HTTP/1.1"
+
+            def handle_one_request(self) -> None:
+                """Answer, or hang up on who asks a byte at a time, for whom `timeout` begins anew with each."""
+                hang_up = threading.Timer(_MOST_REQUEST_S, self._hang_up)
+                hang_up.daemon = True
+                hang_up.start()
+                try:
+                    super().handle_one_request()
+                finally:
+                    hang_up.cancel()
+
+            def _hang_up(self) -> None:
+                with contextlib.suppress(OSError):
+                    self.connection.shutdown(socket.SHUT_RDWR)
 
             def do_GET(self) -> None:
                 if self.path == "/metrics":

@@ -55,6 +55,7 @@ MAY_CONNECT = {"helm_rl/runtime/adapters/http.py", "helm_rl/runtime/command.py",
 MAY_CONNECT |= {"eval/control/proxy.py", "eval/control/process.py"}  # to helm-rl's own, on the loopback address
 MAY_CONNECT |= {"eval/ray_workers.py"}  # looks whether the cluster that is named is there
 MAY_CONNECT |= {"helm_rl/runtime/signals.py"}  # a pair of sockets of its own, which wakes
+MAY_CONNECT |= {"helm_rl/runtime/server.py"}  # ends connections that others made to it
 MAY_USE_RAY = {"eval/ray_workers.py"}  # Ray pickles, and listens
 MAY_LISTEN = {"helm_rl/runtime/command.py", "helm_rl/runtime/server.py", "eval/control/proxy.py"}
 MAY_START = {"eval/control/process.py", "eval/whole_decision.py", "eval/workload/reading.py", "eval/cluster_speed.py"}

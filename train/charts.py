@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,9 @@ def event_log(run: Path, purge_step: int | None) -> Iterator[SummaryWriter]:
         else:
             print_traceback(raised)
 
+    # Readers take a run's files in the order of their names, which begin with the second of their making.
+    while any(run.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.05)
     threading.excepthook = note
     try:
         try:

@@ -14,11 +14,12 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]
+from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
 
 import train.ppo_base
 from tests.train.test_ppo_base import logged, toy
 from tests.train.test_resume import ITERATION, interrupt
-from train.charts import MOST_PANELS, episode_steps, look_figure
+from train.charts import MOST_PANELS, episode_steps, event_log, look_figure
 from train.ppo_base import Args
 
 
@@ -50,6 +51,17 @@ def test_every_tag_ascends_in_step_through_stops_and_a_longer_run(
     assert found["charts/eval_return"] == [6 * ITERATION, 8 * ITERATION]  # what was trained, not what was asked for
     assert len(found["charts/episodic_return"]) > 8
     assert found["hyperparameters/text_summary"] == [0, 3 * ITERATION + 1, 6 * ITERATION + 1]
+
+
+def test_readers_find_the_logs_of_a_run_in_the_order_of_their_making(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process counts its logs, and the tenth of a second would come before the ninth: readers sort by name."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
+    for step in (1, 2):
+        with event_log(tmp_path, purge_step=None) as writer:
+            writer.add_scalar("step", step, step)
+    assert points(tmp_path)["step"] == [1, 2]
 
 
 def test_episodes_that_end_in_one_round_have_steps_of_their_own() -> None:

@@ -57,6 +57,7 @@ class ThreadedVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
         self._all = np.ones(self.num_envs, np.bool_)
         self._workers = min(threads or len(os.sched_getaffinity(0)), self.num_envs)
         self._threads = ThreadPoolExecutor(self._workers)
+        self._has_reset = self._has_stepped = False
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
@@ -65,7 +66,8 @@ class ThreadedVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
         seeds = seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
         if len(seeds) != self.num_envs:
             raise UserError(f"one seed per environment: {len(seeds)} for {self.num_envs}")
-        results = self._map(lambda i: self.envs[i].reset(seed=seeds[i], options=options))
+        compiled, self._has_reset = self._has_reset, True
+        results = self._map(lambda i: self.envs[i].reset(seed=seeds[i], options=options), compiled)
         return np.stack([obs for obs, _ in results]), self._join([info for _, info in results])
 
     def step(
@@ -88,7 +90,8 @@ class ThreadedVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
             return seen, reward, truncated, info
 
         # Put together here and not where each is stepped: small operations are fast one after another
-        seen, rewards, truncated, each = zip(*self._map(one), strict=True)
+        compiled, self._has_stepped = self._has_stepped, True
+        seen, rewards, truncated, each = zip(*self._map(one, compiled), strict=True)
         obs = np.empty(self._obs_shape, np.float32)
         for row, one_seen in zip(obs, seen, strict=True):
             row[:] = one_seen
@@ -100,12 +103,18 @@ class ThreadedVectorEnv(VectorEnv[FloatArray, FloatArray, npt.NDArray[Any]]):
         """Stop the threads."""
         self._threads.shutdown()
 
-    def _map(self, work: Callable[[int], T]) -> list[T]:
-        """Call `work` for every environment; each thread, this one among them, takes the next that nobody has."""
+    def _map(self, work: Callable[[int], T], compiled: bool) -> list[T]:
+        """Call `work` for every environment; each thread, this one among them, takes the next that nobody has.
+
+        compiled: False at its first call, of which this thread alone does the first environment's part, and so compiles
+            what that runs: Ctrl-C reaches the main thread, and would have to wait for another that compiles.
+        """
         if self._workers == 1:
             return [work(i) for i in range(self.num_envs)]
         results: list[T] = [None] * self.num_envs  # type: ignore[list-item]
         numbers = itertools.count()
+        if not compiled:
+            results[next(numbers)] = work(0)
 
         def take() -> None:
             while (i := next(numbers)) < self.num_envs:

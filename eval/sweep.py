@@ -10,6 +10,7 @@ doing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -122,6 +123,7 @@ class Work:
             replay = partial(simulator, keep_windows=False)  # nothing here reads them
         self._replay: ReplayFunction = replay
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="replay")
+        self._compiled = False
         self._progress = progress
         self._task = progress.add_task("replays", total=None) if progress is not None else None
         self._planned = 0.0
@@ -149,8 +151,15 @@ class Work:
             self._progress.advance(self._task, replays)
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Call `function` with each item, on the threads; return the results in the order of the items."""
-        return list(self._pool.map(function, items))
+        """Call `function` with each item, on the threads; return the results in the order of the items.
+
+        The very first is called here, before all others, and so compiles what it runs: Ctrl-C reaches the main thread,
+        and would have to wait for another that compiles.
+        """
+        rest = iter(items)
+        first = [] if self._compiled else [function(item) for item in itertools.islice(rest, 1)]
+        self._compiled = True
+        return first + list(self._pool.map(function, rest))
 
     def measured_ms(
         self, scenario: Scenario, trace: Trace, controller: Controller, alpha0: float, seed: int = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from typing import Any
 
 import gymnasium as gym
@@ -13,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from envs.cluster_env import HelmClusterEnv
 from envs.node_env import HelmNodeEnv
 from envs.training_traces import TrainingTraces
-from envs.vector import NodeVectorEnv
+from envs.vector import NodeVectorEnv, ThreadedVectorEnv
 from helm_rl.errors import UserError
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.generate import generate
@@ -193,4 +195,39 @@ def test_what_cannot_be_is_refused(load: tuple[Scenario, list[Trace]]) -> None:
     with pytest.raises(ValueError, match="actions must be numbers"):
         env.step(np.array([[0.5], [np.nan]], np.float32))
     assert [each._start_ns for each in env.envs] == before  # none has moved
+    env.close()
+
+
+class Watched(gym.Env[Any, Any]):
+    """Says which threads have called it, in the order of the calls."""
+
+    observation_space = action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, calls: list[tuple[str, int, bool]], number: int) -> None:
+        self._calls = calls
+        self._number = number
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._call("reset")
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._call("step")
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+    def _call(self, name: str) -> None:
+        time.sleep(0.01)  # others that were free to begin would have
+        self._calls.append((name, self._number, threading.current_thread() is threading.main_thread()))
+
+
+def test_what_is_called_first_is_called_in_the_main_thread_before_all_others() -> None:
+    """Where it compiles, Ctrl-C ends it there, and would wait for it in another thread."""
+    calls: list[tuple[str, int, bool]] = []
+    env = ThreadedVectorEnv([Watched(calls, number) for number in range(4)], threads=3)
+    env.reset()
+    env.step(np.zeros((4, 1), np.float32))
+    assert calls[0] == ("reset", 0, True)
+    assert calls[4] == ("step", 0, True)
+    assert sorted(number for _, number, _ in calls[:4]) == sorted(number for _, number, _ in calls[4:]) == [0, 1, 2, 3]
+    assert not all(here for *_, here in calls)
     env.close()

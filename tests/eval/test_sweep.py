@@ -135,15 +135,20 @@ def test_pooled_curve_averages_logs_at_shared_alphas(trace: Trace) -> None:
     np.testing.assert_allclose(np.log(pooled.p99_ms / (2 * BASE_MS)), [CURVATURE * 0.01, CURVATURE * 0.02], atol=1e-5)
 
 
-def test_replays_run_two_at_a_time(trace: Trace) -> None:
+def test_replays_run_two_at_a_time_after_the_first_in_the_main_thread(trace: Trace) -> None:
+    """Where the first compiles, Ctrl-C ends it there, and would wait for it in another thread."""
     both = threading.Barrier(2, timeout=20)
     fake = FakeServing()
+    threads = []
 
     def meet(scenario: Scenario, trace: Trace, controller: Controller, *, alpha0: float, seed: int) -> Replay:
-        both.wait()  # breaks, and raises, unless a second replay is under way
+        threads.append(threading.current_thread())
+        if len(threads) > 1:
+            both.wait()  # breaks, and raises, unless a second replay is under way
         return fake(scenario, trace, controller, alpha0=alpha0, seed=seed)
 
-    assert len(sweep(small_scenario(), trace, [0.2, 0.4, 0.6, 0.8], jobs=2, replay=meet).runs) == 4
+    assert len(sweep(small_scenario(), trace, [0.2, 0.4, 0.5, 0.6, 0.8], jobs=2, replay=meet).runs) == 5
+    assert [each is threading.main_thread() for each in threads] == [True] + 4 * [False]
 
 
 def test_an_error_in_a_replay_is_raised_and_stops_the_rest(trace: Trace) -> None:

@@ -156,6 +156,7 @@ def example_loop(envs: Sequence[Clocked], settings: Settings, seed: int) -> Poli
 def sb3_loop(envs: Sequence[Clocked], settings: Settings, seed: int) -> Policy:
     """Train with Stable-Baselines3's PPO in its own vector environment, each environment in its Monitor."""
     import stable_baselines3
+    from stable_baselines3.common.logger import Logger
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -181,6 +182,7 @@ def sb3_loop(envs: Sequence[Clocked], settings: Settings, seed: int) -> Policy:
         seed=seed,
         device="cpu",
     )
+    model.set_logger(Logger(folder=None, output_formats=[]))  # its own one prints nothing, too, but leaves a folder
     model.learn(settings.total_timesteps)
     actor = model.policy
     return _policy(lambda obs: actor.get_distribution(obs.float().unsqueeze(0)).mode()[0])

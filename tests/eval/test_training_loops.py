@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +84,11 @@ def test_a_loop_that_takes_other_steps_than_it_was_asked_for_is_a_fault() -> Non
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_slower_environment_leaves_the_overhead_alone_and_each_loop_learns(name: str) -> None:
+def test_a_slower_environment_leaves_the_overhead_alone_and_each_loop_learns(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no loop leaves anything behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     loop = loop_of(name)
     long = Settings(2048, 0.5, num_envs=2, num_steps=64, learning_rate=3e-3)
     learnt = timed(loop, [Guess(), Guess()], long, 1)
@@ -95,6 +101,7 @@ def test_a_slower_environment_leaves_the_overhead_alone_and_each_loop_learns(nam
     still = episode_returns(lambda _: np.zeros(1, np.float32), Guess(), range(8)).mean()
     assert still == pytest.approx(-16 / 3, abs=1.0)
     assert episode_returns(learnt.policy, Guess(), range(8)).mean() > still / 4
+    assert {path.name.partition("_")[0] for path in tmp_path.iterdir()} <= {"torchinductor"}  # torch's own cache
 
 
 class Asked(Exception):

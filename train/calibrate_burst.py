@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from envs.training_traces import SEEDS_FROM, is_cluster
 from eval.command import fitting_bundle
+from eval.sweep import Work
 from helm_rl.control.base import BasePolicy
 from helm_rl.control.burst import BurstSettings, look_at_all, new_burst_state
 from helm_rl.control.detector_file import Detector, Origin, save_detector
@@ -165,14 +165,14 @@ class Recovered:
 def main(args: Args) -> None:
     """Print what was found and write the files."""
     scenario, logs = check(args)
-    with progress_bar() as bar:
-        thresholds = find_thresholds(args, scenario, bar("false alarms"))
+    with progress_bar() as bar, closing(Work(args.jobs)) as work:
+        thresholds = find_thresholds(args, scenario, work, bar("false alarms"))
         settings = thresholds.settings
-        cells, roc = ([], []) if "curves" in args.skip else curves(args, settings, bar("bursts"))
+        cells, roc = ([], []) if "curves" in args.skip else curves(args, settings, work, bar("bursts"))
         fired = [firings(trace, name, settings) for name, trace in logs]
         recovered = None
         if "recovery" not in args.skip:
-            recovered = fit_recovery(args, scenario, thresholds, bar("replays"))
+            recovered = fit_recovery(args, scenario, thresholds, work, bar("replays"))
     figures = figures_of(args, thresholds, cells, fired, recovered)
     rule = None if recovered is None else recovered.fit.rule
     save(args, scenario, settings, rule, figures)
@@ -240,17 +240,17 @@ def progress_bar() -> Iterator[Callable[[str], Callable[[int], Advance]]]:
         yield bar
 
 
-def find_thresholds(args: Args, scenario: Scenario, plan: Callable[[int], Advance]) -> Thresholds:
+def find_thresholds(args: Args, scenario: Scenario, work: Work, plan: Callable[[int], Advance]) -> Thresholds:
     """Set both thresholds on draws of the load without bursts, and count false alarms on others."""
     seconds = (5.0 if args.quick else 40.0) * args.false_alarm_s
     draws = math.ceil(seconds / _DRAW_S)
     steady = range(_STEADY, _STEADY + (1 if args.quick else 2))
-    alpha = steady_alpha(scenario, steady, args.jobs, plan(9))
+    alpha = steady_alpha(scenario, steady, work, plan(9))
     settings = BurstSettings()
 
     def recorded(first: int) -> list[Recording]:
         seeds = range(first, first + draws)
-        return record(scenario, alpha, seeds, seconds / draws, settings.tick_s, args.jobs, plan(draws))
+        return record(scenario, alpha, seeds, seconds / draws, settings.tick_s, work, plan(draws))
 
     own = recorded(_CALIBRATION)
     settings = calibrate(settings, own, args.false_alarm_s)
@@ -269,7 +269,9 @@ def find_thresholds(args: Args, scenario: Scenario, plan: Callable[[int], Advanc
     return Thresholds(settings, alpha, found_on_own, false_alarms(settings, others), arrivals, p99, look_ns)
 
 
-def curves(args: Args, settings: BurstSettings, plan: Callable[[int], Advance]) -> tuple[list[Cell], list[Cell]]:
+def curves(
+    args: Args, settings: BurstSettings, work: Work, plan: Callable[[int], Advance]
+) -> tuple[list[Cell], list[Cell]]:
     """Measure bursts of all sizes on all loads, the detector set for each; and some at other rates of false alarms."""
     rates = RATES[1:3] if args.quick else RATES
     dispersions = DISPERSIONS[:2] if args.quick else DISPERSIONS
@@ -293,19 +295,20 @@ def curves(args: Args, settings: BurstSettings, plan: Callable[[int], Advance]) 
             roc += [arrivals.cell(settings, factor, mean_s, nats) for factor in chosen]
         return cells, roc
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        measured = list(pool.map(measure, loads))
+    measured = work.map(measure, loads)
     return [cell for cells, _ in measured for cell in cells], [cell for _, roc in measured for cell in roc]
 
 
-def fit_recovery(args: Args, scenario: Scenario, thresholds: Thresholds, plan: Callable[[int], Advance]) -> Recovered:
+def fit_recovery(
+    args: Args, scenario: Scenario, thresholds: Thresholds, work: Work, plan: Callable[[int], Advance]
+) -> Recovered:
     """Fit the rule above the policy, or the static, and replay it on draws of its own."""
     draws = 1 if args.quick else args.draws
     base = base_maker(args.policy, scenario, thresholds.alpha)
     settings = thresholds.settings
 
     def bursts(first: int) -> Bursts:
-        return Bursts(scenario, range(first, first + draws), thresholds.alpha, args.jobs)
+        return Bursts(scenario, range(first, first + draws), thresholds.alpha, work)
 
     def advance() -> None:
         plan(1)()  # how many replays there will be nobody knows beforehand

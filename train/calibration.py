@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from envs.serving.node import NodeSim
+from eval.sweep import Work
 from helm_rl.control.burst import BurstSettings, look_at_all, new_burst_state
 from helm_rl.scenario import Scenario
 from helm_rl.workloads.generate import generate
@@ -75,7 +75,7 @@ def calm(scenario: Scenario, seconds: float) -> Scenario:
 
 
 def record(
-    scenario: Scenario, alpha: float, seeds: Iterable[int], seconds: float, tick_s: float, jobs: int, advance: Advance
+    scenario: Scenario, alpha: float, seeds: Iterable[int], seconds: float, tick_s: float, work: Work, advance: Advance
 ) -> list[Recording]:
     """Serve draws of the load without bursts at a fixed alpha; return what detectors are shown, warm-ups left out."""
     quiet = calm(scenario, seconds)
@@ -93,8 +93,7 @@ def record(
         advance()
         return Recording(seen[:, 0].astype(np.int64), np.ascontiguousarray(seen[:, 1]))
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, seeds))
+    return work.map(one, seeds)
 
 
 def false_alarms(settings: BurstSettings, recorded: list[Recording]) -> Alarms:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from envs.serving.replay import Replay, replay
 from eval.segments import ONSET_S, onsets
+from eval.sweep import Work
 from helm_rl.control.burst import BurstSettings
 from helm_rl.control.protocol import Controller
 from helm_rl.control.recovery import Recovery, RecoveryRule
@@ -80,7 +80,7 @@ def burst_starts_s(trace: Trace) -> list[float]:
     return [phase.start_ns * 1e-9 for phase in trace.meta.phases[1:]]
 
 
-def steady_alpha(scenario: Scenario, seeds: Sequence[int], jobs: int, advance: Advance) -> float:
+def steady_alpha(scenario: Scenario, seeds: Sequence[int], work: Work, advance: Advance) -> float:
     """Return the fixed alpha whose P99 is least on draws of the load without its phases."""
     quiet = calm(scenario, _STEADY_S)
     traces = [generate(quiet, seed) for seed in seeds]
@@ -92,16 +92,15 @@ def steady_alpha(scenario: Scenario, seeds: Sequence[int], jobs: int, advance: A
         advance()
         return p99_ms(np.concatenate([one.latency_ms[one.measured] for one in served]))
 
-    with ThreadPoolExecutor(jobs) as pool:
-        tails = list(pool.map(tail_ms, alphas))
+    tails = work.map(tail_ms, alphas)
     return float(alphas[int(np.argmin(tails))])
 
 
 class Bursts:
     """Draws of a scenario with bursts, on which controllers are replayed from one alpha."""
 
-    def __init__(self, scenario: Scenario, seeds: Sequence[int], alpha0: float, jobs: int) -> None:
-        self.scenario, self.alpha0, self.jobs = scenario, alpha0, jobs
+    def __init__(self, scenario: Scenario, seeds: Sequence[int], alpha0: float, work: Work) -> None:
+        self.scenario, self.alpha0, self._work = scenario, alpha0, work
         self.traces = [generate(scenario, seed) for seed in seeds]
         if not burst_starts_s(self.traces[0]):
             raise UserError(
@@ -129,8 +128,7 @@ class Bursts:
             advance()
             return served.latency_ms[onsets(trace)], served.latency_ms[served.measured], self._reached(served, trace)
 
-        with ThreadPoolExecutor(self.jobs) as pool:
-            served = list(pool.map(one, pairs))
+        served = self._work.map(one, pairs)
         draws = len(self.traces)
         groups = [served[k * draws : (k + 1) * draws] for k in range(len(makers))]
         outcomes = []

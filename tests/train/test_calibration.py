@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from envs.serving.node import NodeSim
+from eval.sweep import Work
 from helm_rl.control.burst import BurstSettings
 from helm_rl.workloads.generate import generate
 from tests.envs.worlds import QUICK, scenario
@@ -78,7 +79,7 @@ def test_what_is_recorded_is_what_a_detector_is_shown() -> None:
     )
     quiet = calm(world, 12.0)
     assert quiet.load.phase == ()
-    made = record(world, 0.5, [3, 4], 12.0, 0.01, 2, lambda: None)
+    made = record(world, 0.5, [3, 4], 12.0, 0.01, Work(2), lambda: None)
     for one, seed in zip(made, (3, 4), strict=True):
         trace = generate(quiet, seed)
         expected = np.histogram(trace.arrival_ns, np.arange(1201) * 10_000_000)[0]

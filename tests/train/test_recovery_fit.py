@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from envs.serving.replay import Replay, replay
+from eval.sweep import Work
 from helm_rl.control.burst import BurstSettings
 from helm_rl.control.recovery import Recovery, RecoveryRule
 from helm_rl.control.static import StaticAlpha
@@ -28,7 +29,7 @@ def test_the_best_rule_is_the_one_for_the_whole_run_and_then_for_the_first_secon
 
 def test_outcomes_are_those_of_the_replays() -> None:
     world = scenario(**QUICK, seconds=28.0, load__phase=(BURST,))
-    bursts = Bursts(world, (1, 2), 0.8, 2)
+    bursts = Bursts(world, (1, 2), 0.8, Work(2))
     assert burst_starts_s(bursts.traces[0]) == [14.0]
     settings = BurstSettings(least_s=4.0, threshold=10.0)
     rule = RecoveryRule(0.4, 0.2)
@@ -83,4 +84,4 @@ def test_the_time_to_a_target_is_held_against_detection_and_budget() -> None:
 
 def test_a_load_without_bursts_is_refused() -> None:
     with pytest.raises(UserError, match=r"has no \[\[load\.phase\]\]"):
-        Bursts(scenario(**QUICK, seconds=2.0), (1,), 0.5, 1)
+        Bursts(scenario(**QUICK, seconds=2.0), (1,), 0.5, Work(1))

@@ -33,6 +33,7 @@ from eval.comparison import DEPLOYABLE, HALF, HINDSIGHT, OPTIMUM, POLICY, Compar
 from eval.segments import Run
 from eval.sweep import Curve, Sweep
 from helm_rl.files import atomic_file
+from helm_rl.plot_style import page_style
 
 if TYPE_CHECKING:
     from helm_rl.scenario import Scenario
@@ -86,27 +87,7 @@ def look_of(row: Row, comparison: Comparison) -> Look:
     return OTHERS[others.index(row.key) % len(OTHERS)]
 
 
-_STYLE: dict[str, Any] = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "axes.edgecolor": SOFT,
-    "axes.labelcolor": INK,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
-    "svg.fonttype": "path",
-    "text.parse_math": False,  # a name with $ in it is no formula
-    "svg.hashsalt": "helm-rl",
-}
+_STYLE = page_style(INK, SOFT, GRID)
 
 _Subject = TypeVar("_Subject")
 Draw = Callable[[_Subject, bool], Figure]

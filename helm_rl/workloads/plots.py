@@ -19,6 +19,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from helm_rl.plot_style import page_style
 from helm_rl.workloads.inspect import Curve, OverTime, TraceSummary
 from helm_rl.workloads.wording import things
 
@@ -31,31 +32,12 @@ INK, SOFT, GRID = "#010101", "#020202", "#030303"
 FIRST, SECOND, SHADE = "#040404", "#050505", "#060606"
 VARIABLES = {INK: "ink", SOFT: "soft", GRID: "grid", FIRST: "first", SECOND: "second", SHADE: "shade"}
 
-_STYLE: dict[str, Any] = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
+_STYLE = page_style(INK, SOFT, GRID) | {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
     "text.color": INK,
-    "axes.edgecolor": SOFT,
-    "axes.labelcolor": INK,
     "axes.titlecolor": INK,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
-    "svg.fonttype": "path",
-    "text.parse_math": False,  # a name with $ in it is no formula
-    "svg.hashsalt": "helm-rl",
 }
 
 Draw = Callable[[TraceSummary, bool], Figure]

@@ -54,6 +54,11 @@ class Cell:
         return f"{self.family}.{self.pattern}"
 
     @property
+    def title(self) -> str:
+        """Its pattern, or whose log it is, as people write it."""
+        return "RAGPulse" if self.pattern == "ragpulse" else self.pattern.capitalize()
+
+    @property
     def identity(self) -> str:
         """A hash (hex) of what its arrivals and their service depend on, but for the draw."""
         return hashlib.sha256(f"{scenario_hash(self.scenario)} {self.log_sha256}".encode()).hexdigest()

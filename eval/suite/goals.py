@@ -140,7 +140,7 @@ def fell_short(found: list[Goal]) -> list[str]:
 
 def place(cell: CellSummary) -> str:
     """Name a cell for people."""
-    return f"{cell.cell.family}, {cell.cell.pattern.capitalize()}"
+    return f"{cell.cell.family}, {cell.cell.title}"
 
 
 def change(ratio: float) -> str:

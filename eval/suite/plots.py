@@ -44,7 +44,7 @@ def against_hindsight(summary: Summary, narrow: bool) -> Figure:
         handles, labels = axes.get_legend_handles_labels()
         shown |= dict(zip(map(str, labels), handles, strict=True))
         if narrow or place == len(families) // 2:
-            axes.set_xlabel("P99 / P99 of the best static in hindsight")
+            axes.set_xlabel("P99 / P99 of the best" + ("\n" if narrow else " ") + "static in hindsight")
     figure.legend(list(shown.values()), list(shown), loc="outside upper right", ncols=2 if narrow else len(shown))
     return figure
 
@@ -63,7 +63,7 @@ def _panel(axes: Axes, rows: Sequence[Row], cells: Sequence[CellSummary]) -> Non
             beyond = found.value > MOST_RATIO
             at = float(np.clip(found.value, LEAST_RATIO, MOST_RATIO))
             axes.plot(at, place + offset, ">" if beyond else marker, color=colour, markersize=4.5, clip_on=False)
-        axes.plot([], [], marker, color=colour, markersize=4.5, label=cell.cell.pattern.capitalize())
+        axes.plot([], [], marker, color=colour, markersize=4.5, label=cell.cell.title)
     axes.set_xscale("log")
     axes.set_xlim(LEAST_RATIO, MOST_RATIO)
     axes.set_xticks([0.5, 1, 2, 5, 10], [".5", "1", "2", "5", "10"])

@@ -129,7 +129,7 @@ def _family(summary: Summary, family: str) -> dict[str, Any]:
         "name": family,
         "about": FAMILIES.get(family, "real arrivals of logs, users and items drawn: half of them stay"),
         "slo": f"{cells[0].cell.scenario.slo_ms:g}",
-        "patterns": [cell.cell.pattern.capitalize() for cell in cells],
+        "patterns": [cell.cell.title for cell in cells],
         "rooms": [_room(cell) for cell in cells],
         "rows": rows,
     }

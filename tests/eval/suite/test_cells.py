@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,8 @@ def test_logs_of_services_make_cells(tmp_path: Path) -> None:
     (tmp_path / "SOURCE.txt").write_text("where it is from")
     found = recorded_cells(tmp_path)
     assert [cell.name for cell in found] == [f"{RECORDED}.azure", f"{RECORDED}.mooncake"]
+    assert [cell.title for cell in found] == ["Azure", "Mooncake"]
+    assert replace(found[0], pattern="ragpulse").title == "RAGPulse"
     first, second = found[0].load(7)[1], found[0].load(8)[1]
     assert first.hash() != second.hash()  # other users
     assert len(first) > 50_000

@@ -20,6 +20,7 @@ from helm_rl.errors import UserError
 from tests.eval.browser import Browser
 from tests.eval.suite.worlds import faked, measured, small_plan
 
+ROOT = Path(__file__).resolve().parents[3]
 SERVED = ServedRecord(
     p99_ms=50.0, p50_ms=9.0, slo=0.999, throughput_per_s=900.0, shed=0.0, imbalance=1.1, burst_p99_ms=(49.0,)
 )
@@ -115,10 +116,16 @@ def test_the_page_states_the_measured_numbers(page: Path, summary: Summary) -> N
     assert "http" not in re.sub(r"http://www\.w3\.org/\S+", "", text)
 
 
-@pytest.mark.parametrize("which", ["page", "plain_page"])
-@pytest.mark.parametrize("width", [390, 1200])
+@pytest.fixture
+def published() -> Path:
+    """The repository's own page: of four families, one of recorded arrivals."""
+    return ROOT / "docs" / "suite" / "report.html"
+
+
+@pytest.mark.parametrize(("which", "pictures"), [("page", 4), ("plain_page", 2), ("published", 4)])
+@pytest.mark.parametrize("width", [390, 700, 1200])
 def test_a_browser_shows_the_whole_page(
-    browser: Browser, which: str, width: int, request: pytest.FixtureRequest
+    browser: Browser, which: str, pictures: int, width: int, request: pytest.FixtureRequest
 ) -> None:
     path: Path = request.getfixturevalue(which)
     browser.open(path, width, 844)
@@ -127,7 +134,7 @@ def test_a_browser_shows_the_whole_page(
     images = browser.evaluate(
         "Promise.all([...document.images].map(i => i.decode().then(() => [i.complete, i.naturalWidth, i.clientWidth])))"
     )
-    assert len(images) == (4 if which == "page" else 2)
+    assert len(images) == pictures
     assert all(complete and natural > 0 and shown > 300 for complete, natural, shown in images)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     cut_off = browser.evaluate(

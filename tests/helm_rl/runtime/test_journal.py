@@ -60,7 +60,8 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up_and_what_is_dropped_is_counted
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     written = [line["k"] for line in lines if line["event"] == "line"]
     dropped = [line for line in lines if line["event"] == "dropped"]
-    assert written == list(range(len(written)))
+    assert written[:1_000] == list(range(1_000))
+    assert written == sorted(set(written))  # one more finds room as soon as the thread begins with the first
     assert 1_000 <= len(written) == 3_000 - sum(line["lines"] for line in dropped)
     assert {line["level"] for line in dropped} == {"warning"}
 

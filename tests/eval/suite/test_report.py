@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eval.comparison import DEPLOYABLE, POLICY
+from eval.suite.cells import RECORDED
 from eval.suite.given import read_decision, read_map
 from eval.suite.goals import fell_short, goals
 from eval.suite.plots import MapCell
@@ -117,12 +118,27 @@ def test_the_page_states_the_measured_numbers(page: Path, summary: Summary) -> N
 
 
 @pytest.fixture
+def recorded_page(summary: Summary, tmp_path: Path) -> Path:
+    """Four recorded loads beside the others."""
+    logs = ("azure", "mooncake", "ragpulse", "twitter")
+    recorded = tuple(
+        replace(cell, cell=replace(cell.cell, family=RECORDED, pattern=log))
+        for cell, log in zip(summary.cells, logs, strict=False)
+    )
+    path = tmp_path / "report.html"
+    write_report(path, replace(summary, cells=summary.cells + recorded), (), None)
+    return path
+
+
+@pytest.fixture
 def published() -> Path:
     """The repository's own page: of four families, one of recorded arrivals."""
     return ROOT / "docs" / "suite" / "report.html"
 
 
-@pytest.mark.parametrize(("which", "pictures"), [("page", 4), ("plain_page", 2), ("published", 4)])
+@pytest.mark.parametrize(
+    ("which", "pictures"), [("page", 4), ("plain_page", 2), ("recorded_page", 3), ("published", 4)]
+)
 @pytest.mark.parametrize("width", [390, 700, 1200])
 def test_a_browser_shows_the_whole_page(
     browser: Browser, which: str, pictures: int, width: int, request: pytest.FixtureRequest
